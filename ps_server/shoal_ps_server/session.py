@@ -78,6 +78,9 @@ class MoveOrder:
     partition_ids: frozenset[int]
     receiver_index: int
     receiver_address: str
+    """Empty: the receiver is away."""
+    giver_incarnation: str
+    """The process that was told first."""
 
 
 class Listener(Protocol):
@@ -333,6 +336,7 @@ def _order(message: coordinator_pb2.MovePartitions) -> MoveOrder:
         partition_ids=frozenset(message.partition_ids),
         receiver_index=message.receiver_index,
         receiver_address=message.receiver_address,
+        giver_incarnation=message.giver_incarnation,
     )
 
 

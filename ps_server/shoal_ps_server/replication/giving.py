@@ -1,7 +1,8 @@
 """The giver's side of a move: partitions are frozen, copied to the server that is to have them, and noted in the journal as leaving.
 
 Up to the note this server may give up, and serves them on. After it only the coordinator ends the freeze (service/mover.py), whatever
-becomes of this process. Belongs to the event loop.
+becomes of this process. All copies that are sent under one number are equal: once they are served again, or by another process, what a
+receiver still gets of that number must not count. Belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_ps_server.metrics import Metrics
 from shoal_ps_server.replication.items import FORMAT_VERSION, PARTITION, STATE, WHOLE, Item
-from shoal_ps_server.session import MoveOrder
+from shoal_ps_server.session import MoveOrder, incarnation
 from shoal_ps_server.shard.shard import Shard
 from shoal_ps_server.storage.changes import Changes
 from shoal_ps_server.storage.image import ServerState, configuration_to_json, members_to_json
@@ -65,22 +66,27 @@ class Giver:
         self._move_limit_s = move_limit.total_seconds()
         self._idle_limit_s = idle_limit.total_seconds()
         self._frozen_from = time.perf_counter()
+        self._given_up = 0
+        """The last move after which this process served the partitions again."""
 
     async def give(self, order: MoveOrder) -> str:
         """Returns the incarnation of the process that has the partitions, once this server can change them no more by itself.
 
         Raises a ShoalError that says why it has not; they are served again then, unless an earlier attempt has noted that they are leaving.
         """
-        if not order.receiver_address:
-            raise UnavailableError(f"move {order.move}: server {order.receiver_index} is away", reason="RECEIVER_AWAY")
         if self._moves.leaving is not None and self._moves.leaving.move == order.move:
             return await self._hand_over(order)
+        if order.giver_incarnation != incarnation() or order.move <= self._given_up:
+            raise UnavailableError(
+                f"move {order.move}: the partitions have been served since it began, and a copy of them may be on its way; move them anew",
+                reason="MOVE_GIVEN_UP",
+            )
         self._check(order)
         self._frozen_from = time.perf_counter()
         self._shard.freeze(order.partition_ids)
         self._wake()
         try:
-            incarnation = await self._hand_over(order)
+            receiver = await self._hand_over(order)
         except BaseException:
             self._thaw(order)
             raise
@@ -92,7 +98,7 @@ class Giver:
             )
         )
         failpoint("move.noted")
-        return incarnation
+        return receiver
 
     def freed(self, partition_ids: Collection[int]) -> None:
         """What was frozen is so no more: it stays, or has gone."""
@@ -101,6 +107,7 @@ class Giver:
             self._wake()
 
     def _thaw(self, order: MoveOrder) -> None:
+        self._given_up = order.move
         self._shard.thaw(order.partition_ids)
         self.freed(order.partition_ids)
 
@@ -126,6 +133,8 @@ class Giver:
 
     async def _hand_over(self, order: MoveOrder) -> str:
         """All of it in time. Raises ShoalError."""
+        if not order.receiver_address:
+            raise UnavailableError(f"move {order.move}: server {order.receiver_index} is away", reason="RECEIVER_AWAY")
         loop = asyncio.get_running_loop()
         ends = loop.time() + self._move_limit_s
         try:

@@ -66,17 +66,25 @@ class Moves:
             shard.freeze(leaving.partitions)
 
     def bring(self, move: int, image: PartitionImage) -> None:
-        """One partition of a move is here. One that came before, in the same move, is forgotten for it."""
+        """One partition of a move is here. One that came before, in the same move, is forgotten for it. Of an older move than what is here
+        already it is late, and nothing."""
+        if self._is_late(move):
+            return
         before = {} if self.coming is None or self.coming.move != move else self.coming.images
         self.coming = Taken(move=move, images={**before, image.spec.partition_id: image})
 
     def take(self, move: int, partition_ids: Iterable[int], batches: Iterable[tuple[int, int]]) -> None:
-        """All partitions of a move are here. `batches`: runs of finished ones, as the giver knows them."""
+        """All partitions of a move are here, if that is not late, too. `batches`: runs of finished ones, as the giver knows them."""
+        if self._is_late(move):
+            return
         if self.coming is None or self.coming.move != move:
             raise ValueError(f"partitions of move {move} have not come")
         self.taken = Taken(move=move, images={number: self.coming.images[number] for number in partition_ids})
         self.coming = None
         self._shard.add_batches(batches)
+
+    def _is_late(self, move: int) -> bool:
+        return any(each is not None and move < each.move for each in (self.taken, self.coming))
 
     def leave(self, move: int, partition_ids: Iterable[int]) -> None:
         """Another server has these: from now on only the coordinator's word ends it."""

@@ -67,7 +67,8 @@ class MovingCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
                 move=self._settled.move + 1,
                 partition_ids=partition_ids,
                 receiver_index=receiver,
-                receiver_address=self.registered[receiver].address if receiver in self.registered else "127.0.0.1:1",
+                receiver_address=self.registered[receiver].address if receiver in self.registered else "",
+                giver_incarnation=self.registered[giver].incarnation,
             )
             self._giver = giver
             self._tell(giver, coordinator_pb2.ServerDirective(move=self.order))

@@ -31,7 +31,7 @@ from shoal_ps_server.replication.primary import Backup
 from shoal_ps_server.replication.taking import Receiver
 from shoal_ps_server.service.layouts import Layouts
 from shoal_ps_server.service.mover import Mover
-from shoal_ps_server.session import MoveOrder, Place
+from shoal_ps_server.session import MoveOrder, Place, incarnation
 from shoal_ps_server.shard.batches import Batches
 from shoal_ps_server.shard.layout import Layout, PartitionSpec
 from shoal_ps_server.shard.optimizer import optimizer_settings
@@ -45,7 +45,7 @@ from shoal_ps_server.storage.snapshot import partition_from_bytes
 
 from tests.unit.ps_server.journaled import ADAMW, JOB, SERVER, Journaled, file, opened, run, same, state_of
 
-ORDER = MoveOrder(move=1, partition_ids=frozenset({1, 3}), receiver_index=1, receiver_address="there:1")
+ORDER = MoveOrder(move=1, partition_ids=frozenset({1, 3}), receiver_index=1, receiver_address="there:1", giver_incarnation=incarnation())
 MEMBERS = Members(generation=4, members=frozenset("abc"), put_out={"z": 2})
 
 
@@ -485,12 +485,14 @@ def test_what_is_not_taken_is_served_on(make, tmp_path) -> None:
             giver.giver._transfer = stands  # type: ignore[method-assign]
             giver.giver._idle_limit_s = 0.01
             with pytest.raises(UnavailableError, match=r"took nothing for 0\.01 s"):
-                await giver.giver.give(ORDER)
+                await giver.giver.give(replace(ORDER, move=2))
             await history.push(giver.server, 4)
             for wrong, reason in (
-                (replace(ORDER, partition_ids=frozenset({9})), "LAYOUT_CONFLICT"),
-                (replace(ORDER, receiver_index=0), "LAYOUT_CONFLICT"),
-                (replace(ORDER, receiver_address=""), "RECEIVER_AWAY"),
+                (replace(ORDER, move=3, partition_ids=frozenset({9})), "LAYOUT_CONFLICT"),
+                (replace(ORDER, move=3, receiver_index=0), "LAYOUT_CONFLICT"),
+                (replace(ORDER, move=2), "MOVE_GIVEN_UP"),
+                (replace(ORDER, move=4, receiver_address=""), "RECEIVER_AWAY"),
+                (replace(ORDER, move=5, giver_incarnation="another"), "MOVE_GIVEN_UP"),
             ):
                 with pytest.raises(ShoalError) as caught:
                     await giver.giver.give(wrong)
@@ -538,33 +540,33 @@ def test_what_a_receiver_cannot_have_it_refuses_and_the_giver_serves_on(make, tm
     async def test() -> None:
         async with two(tmp_path, make) as (giver, receiver, _):
 
-            async def refused(kind: type[ShoalError], reason: str, order: MoveOrder = ORDER) -> None:
+            async def refused(move: int, kind: type[ShoalError], reason: str) -> None:
                 with pytest.raises(kind) as caught:
-                    await giver.hand_over(receiver, order)
+                    await giver.hand_over(receiver, replace(ORDER, move=move))
                 assert caught.value.reason == reason
                 assert not giver.server.shard.frozen
                 assert receiver.server.moves.taken is None
 
             giver.server.members = replace(MEMBERS, generation=9)
-            await refused(UnavailableError, "MEMBERSHIP_UNKNOWN")
+            await refused(1, UnavailableError, "MEMBERSHIP_UNKNOWN")
             giver.server.members = MEMBERS
             other = optimizer_settings(name="sgd", hyperparameters={"lr": 0.1})
             own = receiver.server.configuration
             receiver.server.configuration = Configuration(configured=other, optimizer=other, consistency=Consistency())
-            await refused(PreconditionError, "OPTIMIZER_CONFLICT")
+            await refused(2, PreconditionError, "OPTIMIZER_CONFLICT")
             receiver.server.configuration = own
             receiver.receiver._job_id = "other"
-            await refused(ShoalError, "JOB_UNKNOWN")
+            await refused(3, ShoalError, "JOB_UNKNOWN")
             receiver.receiver._job_id = JOB
-            receiver.server.moves.settled = 1
-            await refused(PreconditionError, "MOVE_SETTLED")
-            receiver.server.moves.settled = 0
-            await giver.hand_over(receiver)
-            await receiver.settle(moved=True)
-            for settled, reason in ((1, "MOVE_SETTLED"), (0, "LAYOUT_CONFLICT")):  # it has them
+            receiver.server.moves.settled = 4
+            await refused(4, PreconditionError, "MOVE_SETTLED")
+            last = replace(ORDER, move=5)
+            await giver.hand_over(receiver, last)
+            await receiver.settle(moved=True, move=5)
+            for settled, reason in ((5, "MOVE_SETTLED"), (0, "LAYOUT_CONFLICT")):  # it has them
                 receiver.server.moves.settled = settled
                 with pytest.raises(PreconditionError) as caught:
-                    await giver.hand_over(receiver)
+                    await giver.hand_over(receiver, last)
                 assert caught.value.reason == reason
                 assert giver.server.shard.frozen  # it was noted: the coordinator will say so
 
@@ -831,3 +833,19 @@ def test_the_journal_does_not_go_back_to_the_map_before_one_that_is_on_its_way(m
         recovered = directory.recover(job_id=JOB, server_id=SERVER)
     assert recovered.shard.partition_ids() == (1, 3)
     assert history.has(recovered.shard)
+
+
+def test_a_copy_of_an_older_move_that_comes_late_takes_no_place(make) -> None:
+    shard = make.shard(*specs(make))
+    old = shard.image(1)
+    assert old is not None
+    newer = replace(old, version=2)
+    moves = Moves(Shard())
+    moves.bring(3, newer)
+    moves.bring(2, old)
+    moves.take(3, [1], ())
+    moves.bring(2, old)
+    moves.take(2, [1], ())
+    assert moves.taken is not None
+    assert (moves.taken.move, moves.taken.images[1].version) == (3, 2)
+    assert moves.coming is None

@@ -355,6 +355,18 @@ PARAMETER_SERVERS = (
         ],
     ),
     Graph(
+        title="Partitions that move",
+        text="How many a server gave to others or took from them, and how long those of a move were served by nobody.",
+        unit="s",
+        queries=[
+            (
+                "rate(shoal_ps_frozen_seconds_sum{job}[$__rate_interval]) / rate(shoal_ps_frozen_seconds_count{job}[$__rate_interval])",
+                "{{instance}} not served",
+            ),
+            ("increase(shoal_ps_moved_partitions_total{job}[$__rate_interval]) > 0", "{{instance}} {{direction}}"),
+        ],
+    ),
+    Graph(
         title="Refused calls",
         text="By RPC and reason. STALE_GENERATION after a fault is the fence at work; anything steady is a bug in a client.",
         unit="short",

@@ -31,9 +31,9 @@ class Server:
 
     def __init__(self, cluster: AsyncCluster, index: int, *, keeps_data: bool, **environment: str) -> None:
         self._cluster = cluster
-        self._index = index
+        self.server_id = f"server-{index}"
         self._keeps_data = keeps_data
-        self._directory = cluster.directory / f"server-{index}"
+        self._directory = cluster.directory / self.server_id
         self.data = self._directory / "data"
         self._directory.mkdir()
         self.start(**environment)
@@ -41,14 +41,14 @@ class Server:
     def start(self, **environment: str) -> None:
         self._port_file = self._directory / f"{uuid.uuid4().hex}.json"
         arguments = ["--coordinator", self._cluster.coordinator.address, "--job", self._cluster.job_id]
-        arguments += ["--server-id", f"server-{self._index}", "--port-file", str(self._port_file), "--snapshot-interval", "0s"]
+        arguments += ["--server-id", self.server_id, "--port-file", str(self._port_file), "--snapshot-interval", "0s"]
         if self._keeps_data:
             arguments += ["--data-dir", str(self.data)]
         self.process = self._cluster.zygote.start("server", arguments, output=self._directory / "log", **environment)
 
     @property
     def address(self) -> str:
-        text = eventually(lambda: self._port_file.exists() and self._port_file.read_text(), f"server {self._index}: {self.process.said()}")
+        text = eventually(lambda: self._port_file.exists() and self._port_file.read_text(), f"{self.server_id}: {self.process.said()}")
         return str(json.loads(text)["grpc"])
 
     def look(self) -> parameter_server_pb2.GetServerResponse:

@@ -101,7 +101,7 @@ class AsyncEngine(Engine):
         # Those of one parameter group lie side by side on the servers, which then step them at once.
         self._tensors = sorted(tensors, key=lambda tensor: groups.get(id(tensor.parameter), len(groups)))
         if options.inner_steps:
-            self._round = Round([tensor for tensor in self._tensors if tensor.trained])
+            self._round = Round([tensor for tensor in self._tensors if tensor.trained], steps=options.inner_steps)
         self._joins_late = self._session.is_joining
         self._session.attach(self)
         atexit.register(self._leave)
@@ -262,9 +262,7 @@ class AsyncEngine(Engine):
         left_out = False
         if not taken.is_over:
             batches = self._round_leases.round_of(source.name) if self._round_leases is not None and source is not None else None
-            taken.take(self._require_optimizer(), source, batches, usable=usable)
-            # A leased one ends with its batches, and so an epoch's last one sooner.
-            if taken.steps < (self._async_options.inner_steps or 1) and (batches is None or taken.steps < len(batches)):
+            if not taken.take(self._require_optimizer(), source, batches, usable=usable):
                 if step is not None:
                     step.pushed = ()
                 return

@@ -102,8 +102,9 @@ class RoundLeases:
 class Round:
     """The inner steps since the last push: the values that they began with, and how far they have moved."""
 
-    def __init__(self, tensors: Sequence[HostTensor]) -> None:
-        """`tensors`: those that are trained. Takes host memory for a copy of them when the first round begins."""
+    def __init__(self, tensors: Sequence[HostTensor], *, steps: int) -> None:
+        """`tensors`: those that are trained; `steps`: of a round. Takes host memory for a copy of them when the first round begins."""
+        self._most = steps
         self.steps = 0
         """Inner steps taken; 0: the values are those that were pulled last."""
         self._tensors = tuple(tensors)
@@ -113,7 +114,7 @@ class Round:
         """Names of the tensors that had a gradient in a step of this round."""
         self._source: StepSource | None = None
         self._batches: range | None = None
-        """As `RoundLeases.round_of` gives them; None: they are not leased."""
+        """What `RoundLeases.round_of` gives; None: they are not leased."""
         self._outer: dict[str, torch.Tensor] | None = None
 
     @property
@@ -143,8 +144,9 @@ class Round:
                 "loaders where model.steps_in_round is 0"
             )
 
-    def take(self, optimizer: torch.optim.Optimizer, source: StepSource | None, batches: range | None, *, usable: bool) -> None:
-        """One inner step of a round of these batches. `usable` False: a GradScaler found the gradients unusable, and it changes nothing."""
+    def take(self, optimizer: torch.optim.Optimizer, source: StepSource | None, batches: range | None, *, usable: bool) -> bool:
+        """One inner step of a round of these batches; returns whether it was the last. `usable` False: a GradScaler found the gradients
+        unusable, and it changes nothing."""
         if self.steps == 0:
             self._source, self._batches = source, batches
             for tensor in self._tensors:
@@ -154,6 +156,7 @@ class Round:
             self._trained.update(tensor.name for tensor in self._tensors if tensor.parameter.grad is not None)
             optimizer.step()
         self.steps += 1
+        return self.steps >= (self._most if batches is None else len(batches))
 
     @torch.no_grad()
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""T15: bytes that workers and servers exchange, and the loss after the same samples: async_sgd with outer steps and without."""
+"""T16: bytes that workers and servers exchange, and the loss after the same samples: async_sgd with outer steps and without."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def measure(options: Options) -> Table:
             if system.learning_rate is not None:
                 _run(system, system.learning_rate)
     return Table(
-        key="t15",
+        key="t16",
         title="Outer steps: bytes moved, and the loss after the same samples",
         target="inner_steps=H moves 1/H of async_sgd's bytes",
         method=(

@@ -1,4 +1,4 @@
-"""The loop of T15: async_sgd with outer steps or without, for so many epochs. Each rank says what it sent and received, rank 0 the loss."""
+"""The loop of T16: async_sgd with outer steps or without, for so many epochs. Each rank says what it sent and received, rank 0 the loss."""
 
 from __future__ import annotations
 

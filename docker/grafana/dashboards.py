@@ -147,6 +147,16 @@ MEMBERSHIP = (
         unit="short",
         queries=[("rate(shoal_coordinator_batches_leased_total[$__rate_interval])", "{{instance}}")],
     ),
+    Graph(
+        title="Partitions that move",
+        text="Moves between parameter servers that were settled, and partitions that have another server since: servers come, or are "
+        "drained. Where moves fail again and again, the job's events say why (move_failed).",
+        unit="none",
+        queries=[
+            ("increase(shoal_coordinator_partition_moves_total[$__rate_interval]) > 0", "moves: {{outcome}}"),
+            ("increase(shoal_coordinator_partitions_moved_total[$__rate_interval]) > 0", "partitions moved"),
+        ],
+    ),
 )
 
 TRAINING = (

@@ -1,11 +1,12 @@
-"""How a model's tensors are packed into partitions and spread over parameter servers. Pure values and one pure function."""
+"""How a model's tensors are packed into partitions and spread over parameter servers. Pure values and functions."""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final
 
 LARGEST_PIECE_BYTES: Final = 8 << 20
@@ -60,6 +61,15 @@ class Partition:
     """server_index of its owner."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """What one server owns."""
+
+    partitions: int
+    nbytes: int
+    """Bytes of their values; the optimizer's state is not counted."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ShardLayout:
     """Who owns what."""
@@ -70,24 +80,53 @@ class ShardLayout:
     partitions: tuple[Partition, ...]
     """Together they cover each element once. A tensor without elements is in none."""
 
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each partition's values."""
+        items = [ITEM_BYTES[tensor.dtype] for tensor in self.tensors]
+        return tuple(sum(piece.length * items[piece.tensor_index] for piece in partition.pieces) for partition in self.partitions)
+
+    @cached_property
+    def shares(self) -> Mapping[int, Share]:
+        """What each server owns, by its index; who owns nothing is not there."""
+        shares: dict[int, Share] = {}
+        for partition, size in zip(self.partitions, self.sizes, strict=True):
+            before = shares.get(partition.primary, Share(partitions=0, nbytes=0))
+            shares[partition.primary] = Share(partitions=before.partitions + 1, nbytes=before.nbytes + size)
+        return shares
+
+    def is_frozen(self, partition: Partition) -> bool:
+        """Whether it is of tensors that are never trained: all of a partition's tensors are alike in that."""
+        return self.tensors[partition.pieces[0].tensor_index].frozen
+
+    def moved(self, partition_ids: Collection[int], receiver: int) -> ShardLayout:
+        """The layout of the next epoch, in which `receiver` owns these partitions."""
+        partitions = list(self.partitions)
+        for partition_id in partition_ids:
+            partitions[partition_id] = replace(partitions[partition_id], primary=receiver)
+        return replace(self, epoch=self.epoch + 1, partitions=tuple(partitions))
+
 
 def count_pieces(tensors: Sequence[TensorSpec]) -> int:
     """How many pieces `lay_out` will make."""
     return sum(-(-tensor.elements // _longest(tensor)) for tensor in tensors)
 
 
-def lay_out(tensors: Sequence[TensorSpec], servers: int) -> ShardLayout:
+def lay_out(tensors: Sequence[TensorSpec], servers: Sequence[int]) -> ShardLayout:
     """Packs tensors into partitions and gives each to the server with the fewest bytes so far, largest partitions first.
 
     Tensors of one dtype are packed together in the order of their declaration; those above 8 MiB are cut, between rows where a row is
     shorter. A partition is full at 8 MiB; of a smaller model at a quarter of a server's share, or at 64 KiB or all of the share. Frozen
     tensors, which cost nothing in a step, are packed and placed for themselves, so that all servers have their share of the others. No
     server holds more than one partition's bytes above another, of either kind. Equal input gives an equal layout.
+
+    Args:
+        servers: their indices, at least one, each once, ascending.
     """
     partitions: list[Partition] = []
     for frozen in (False, True):
         kind = [index for index, tensor in enumerate(tensors) if tensor.frozen is frozen]
-        share = -(-sum(tensors[index].nbytes for index in kind) // servers)
+        share = -(-sum(tensors[index].nbytes for index in kind) // len(servers))
         full = min(LARGEST_PIECE_BYTES, max(min(SMALLEST_FULL_BYTES, share), share // PARTITIONS_PER_SERVER))
         together: dict[tuple[str, int], list[int]] = {}
         for index in kind:
@@ -97,7 +136,7 @@ def lay_out(tensors: Sequence[TensorSpec], servers: int) -> ShardLayout:
             pieces = (piece for index in alike for piece in _cut(index, tensors[index]))
             packed += _pack(pieces, item_bytes=ITEM_BYTES[dtype], full=full)
         # The emptiest server comes first; of equals, for frozen ones, the last, which has the least of the others.
-        loads = [(0, -server if frozen else server) for server in range(servers)]
+        loads = [(0, -server if frozen else server) for server in servers]
         heapq.heapify(loads)
         primaries = [0] * len(packed)
         for position in sorted(range(len(packed)), key=lambda p: (-packed[p][0], p)):

@@ -29,9 +29,12 @@ def problem() -> TensorDataset:
     return TensorDataset(inputs, inputs @ weights + 0.5)
 
 
-def network(seed: int) -> nn.Module:
+def network(seed: int, *, deep: int = 0) -> nn.Module:
+    """`deep`: so many more layers, each of them a partition of its own on the servers."""
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 1))
+    width = 128 if deep else 16
+    more = [layer for _ in range(deep) for layer in (nn.Linear(width, width), nn.Tanh())]
+    return nn.Sequential(nn.Linear(FEATURES, width), nn.Tanh(), *more, nn.Linear(width, 1))
 
 
 def squared_error(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -64,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
         if f"{name}_s" in options:
             options[name] = timedelta(seconds=options.pop(f"{name}_s"))
     shoal.init()
-    net = network(config.get("seed", 0))
+    net = network(config.get("seed", 0), deep=config.get("deep", 0))
     kind = getattr(torch.optim, config.get("optimizer", "SGD"))
     settings = config.get("settings", {"lr": 0.05})
     if "outer" in config:

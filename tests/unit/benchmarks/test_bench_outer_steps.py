@@ -1,4 +1,4 @@
-"""T15: its table, and that of its rows each is a way to train."""
+"""T16: its table, and that of its rows each is a way to train."""
 
 from __future__ import annotations
 

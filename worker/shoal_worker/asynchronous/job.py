@@ -126,13 +126,12 @@ class Job:
             raise
         return answer.shard_map
 
-    def server_address(self, index: int) -> str | None:
-        """Where a server listens now; None while the coordinator cannot say."""
+    def shard_map(self) -> pb.ShardMap | None:
+        """Which server has which partitions, and where it listens, as of now; None while the coordinator cannot say."""
         try:
-            servers = self._link.client.get_shard_map(self.job_id).shard_map.servers
+            return self._link.client.get_shard_map(self.job_id).shard_map
         except (UnavailableError, DeadlineError):
             return None
-        return next((server.address for server in servers if server.server_index == index and server.address), None)
 
     def lease_batches(
         self,

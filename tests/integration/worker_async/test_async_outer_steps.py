@@ -268,6 +268,27 @@ def test_a_step_whose_loop_was_left_within_its_round_is_lost(session: Session, r
     assert versions(running) == {1}
 
 
+def test_a_round_that_lacks_its_last_step_when_the_next_epoch_begins_is_undone(session: Session, running: AsyncCluster) -> None:
+    reference, net = network(0), network(0)
+    plain = torch.optim.SGD(reference.parameters(), 0.05)
+    inner = torch.optim.SGD(net.parameters(), 0.05)
+    model, optimizer = shoal.as_distributed(net, inner, strategy="async_sgd", inner_steps=3, outer_optimizer=averaging(net.parameters()))
+    loader = shoal.ElasticDataLoader(problem(), batch_size=64, shuffle=False, name="train")
+    for epoch in loader.epochs(2):
+        for x, y in loader:
+            if epoch == 0 and model.steps_in_round == 2:
+                break
+            model.train_step(x, y, nn.functional.mse_loss)
+            assert optimizer.step()
+            optimizer.zero_grad()
+    for x, y in zip(*(each.split(64) for each in problem()[:]), strict=True):
+        nn.functional.mse_loss(reference(x), y).backward()
+        plain.step()
+        plain.zero_grad()
+    assert_equal_values(net, reference)
+    assert versions(running) == {3}
+
+
 def test_a_batch_that_is_only_looked_at_comes_again_with_its_round(session: Session, running: AsyncCluster) -> None:
     net = network(0)
     model, optimizer = distributed(net)

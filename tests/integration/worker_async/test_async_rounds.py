@@ -123,7 +123,7 @@ def test_a_joiner_begins_a_round_with_the_servers_values_and_a_peers_schedules(c
     running = cluster()
     config = TRAINING | {"epochs": 4, "schedule": "epochs", "gamma": 0.5}
     begun = 2 * BATCHES + STEPS + 2
-    first = running.start_worker(**config, hold_at=[begun])
+    first = running.start_worker(**config, hold_at=[begun], delay_s=0.02)  # a copy is made for joiners fifty times its own time apart
     first.wait_step(begun)
     eventually(lambda: running.job().members[0].progress.epoch == 2, "a heartbeat to tell the epoch")
     joiner = running.start_worker(**config, hold_at=[1])

@@ -37,7 +37,6 @@ def test_an_acknowledgement_that_is_said_again_finishes_no_other_round() -> None
 def test_a_round_that_is_left_goes_back_whole_and_comes_again_whole() -> None:
     source, lease = leases()
     lease(finished=(), want=2)
-    assert not source.keeps_round("a", 1)
     assert lease(finished=(0,), want=0, at_hand=1).took_back_at_hand
     assert source.round_of("a") is None
     assert lease(finished=(), want=9).batches == (0, 1, 2)
@@ -46,7 +45,6 @@ def test_a_round_that_is_left_goes_back_whole_and_comes_again_whole() -> None:
 def test_a_round_whose_last_batch_is_at_hand_may_still_be_finished() -> None:
     source, lease = leases()
     lease(finished=(), want=3)
-    assert source.keeps_round("a", 2)
     assert not lease(finished=(0, 1), want=0, at_hand=2).took_back_at_hand
     assert source.round_of("a") == range(3)
     assert lease(finished=(2,), want=1).batches == (3,)

@@ -101,7 +101,7 @@ class AsyncEngine(Engine):
         # Those of one parameter group lie side by side on the servers, which then step them at once.
         self._tensors = sorted(tensors, key=lambda tensor: groups.get(id(tensor.parameter), len(groups)))
         if options.inner_steps:
-            self._round = Round([tensor for tensor in self._tensors if tensor.trained])
+            self._round = Round([tensor for tensor in self._tensors if tensor.trained], steps=options.inner_steps)
         self._joins_late = self._session.is_joining
         self._session.attach(self)
         atexit.register(self._leave)
@@ -261,8 +261,8 @@ class AsyncEngine(Engine):
         source = step.source if step is not None else None
         left_out = False
         if not taken.is_over:
-            taken.take(self._require_optimizer(), source, usable=usable)
-            if not self._ends_round(source, taken.steps):
+            batches = self._round_leases.round_of(source.name) if self._round_leases is not None and source is not None else None
+            if not taken.take(self._require_optimizer(), source, batches, usable=usable):
                 if step is not None:
                     step.pushed = ()
                 return
@@ -279,11 +279,6 @@ class AsyncEngine(Engine):
         step = self._session.step
         if self._round_leases is not None and step is not None and step.source is not None:
             step.pushed = self._round_leases.round_of(step.source.name)
-
-    def _ends_round(self, source: StepSource | None, steps: int) -> bool:
-        """A leased round ends with its batches, and with an epoch's last one sooner."""
-        batches = self._round_leases.round_of(source.name) if self._round_leases is not None and source is not None else None
-        return steps >= (self._async_options.inner_steps or 1) if batches is None else steps == len(batches)
 
     def _check_round(self) -> None:
         """Before a step is finished: what of it counts for nothing, since the round that it was in has gone back.
@@ -425,11 +420,12 @@ class AsyncEngine(Engine):
         self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int, at_hand: int | None = None
     ) -> Leases:
         """See `LoaderSession`."""
-        if not want:
-            self._leave_round(loader, at_hand)
-        answer = self._leases.lease(
-            loader=loader, epoch=epoch, batches_in_epoch=batches_in_epoch, finished=finished, want=want, at_hand=at_hand
-        )
+        try:
+            answer = self._leases.lease(
+                loader=loader, epoch=epoch, batches_in_epoch=batches_in_epoch, finished=finished, want=want, at_hand=at_hand
+            )
+        finally:
+            self._undo_round(loader)
         if want and not answer.batches:
             if answer.epoch_done:
                 # Nobody pushes before the next epoch begins: what is evaluated between epochs is the same on all ranks.
@@ -448,11 +444,11 @@ class AsyncEngine(Engine):
                     self._rest()
         return answer
 
-    def _leave_round(self, loader: str, at_hand: int | None) -> None:
-        """A loop is left. What inner steps of its round have moved is undone, unless the step at hand is the round's last."""
-        if self._round is None or self._round_leases is None or not self._round.steps or not self._round.is_of(loader):
+    def _undo_round(self, loader: str) -> None:
+        """A loop was left, or goes on with other batches: what inner steps of a round have moved that went back with its loop is undone."""
+        if self._round is None or self._round_leases is None:
             return
-        if not self._round_leases.keeps_round(loader, at_hand):
+        if self._round.has_gone_back(loader, self._round_leases.round_of(loader)):
             if not self._round.is_over:
                 _log.warning(
                     "loader %r: its loop was left %d inner steps after the last push; they are undone, and their batches dealt again. "

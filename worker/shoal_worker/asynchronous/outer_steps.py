@@ -57,7 +57,8 @@ class RoundLeases:
         pushed = (self._number(dealt.round),) if over and dealt.round is not None else ()
         rounds = -(-batches_in_epoch // self._steps)
         if want == 0:
-            kept = dealt.round if not over and self._may_end(dealt, at_hand) else None
+            # The step of the batch at hand may still end the round, if that is its last.
+            kept = dealt.round if dealt.round is not None and not over and at_hand == dealt.round[-1] else None
             dealt.round, dealt.coming = kept, deque()
             number = None if kept is None else self._number(kept)
             self._rounds.lease(loader=loader, epoch=epoch, batches_in_epoch=rounds, finished=pushed, want=0, at_hand=number)
@@ -74,14 +75,9 @@ class RoundLeases:
         return Leases(batches=batches, epoch_done=False, retry_after_s=0.0)
 
     def round_of(self, loader: str) -> range | None:
-        """The batches of the round that `loader` is in; None: it is in none, or was taken out of it."""
+        """The batches of the round that `loader` is in, one object for each round; None: it is in none, or was taken out of it."""
         dealt = self._dealt.get(loader)
         return None if dealt is None else dealt.round
-
-    def keeps_round(self, loader: str, at_hand: int | None) -> bool:
-        """Whether the round would stay this worker's if the loop was left now: the batch at hand is its last."""
-        dealt = self._dealt.get(loader)
-        return dealt is not None and self._may_end(dealt, at_hand)
 
     def at_hand(self, loader: str) -> int:
         """See `LeaseSource`: the key of the round."""
@@ -102,16 +98,13 @@ class RoundLeases:
     def _number(self, batches: range) -> int:
         return batches.start // self._steps
 
-    @staticmethod
-    def _may_end(dealt: _Dealt, at_hand: int | None) -> bool:
-        return dealt.round is not None and at_hand == dealt.round[-1]
-
 
 class Round:
     """The inner steps since the last push: the values that they began with, and how far they have moved."""
 
-    def __init__(self, tensors: Sequence[HostTensor]) -> None:
-        """`tensors`: those that are trained. Takes host memory for a copy of them when the first round begins."""
+    def __init__(self, tensors: Sequence[HostTensor], *, steps: int) -> None:
+        """`tensors`: those that are trained; `steps`: of a round. Takes host memory for a copy of them when the first round begins."""
+        self._most = steps
         self.steps = 0
         """Inner steps taken; 0: the values are those that were pulled last."""
         self._tensors = tuple(tensors)
@@ -120,6 +113,8 @@ class Round:
         self._trained: set[str] = set()
         """Names of the tensors that had a gradient in a step of this round."""
         self._source: StepSource | None = None
+        self._batches: range | None = None
+        """What `RoundLeases.round_of` gives; None: they are not leased."""
         self._outer: dict[str, torch.Tensor] | None = None
 
     @property
@@ -132,9 +127,9 @@ class Round:
         """Its batches are leased, and count together."""
         return self._source is not None
 
-    def is_of(self, loader: str) -> bool:
-        """Its batches are of this loader."""
-        return self._source is not None and self._source.name == loader
+    def has_gone_back(self, loader: str, batches: range | None) -> bool:
+        """Whether its batches were this loader's, which is in a round of others now, or in none."""
+        return self.steps > 0 and self._source is not None and self._source.name == loader and self._batches is not batches
 
     def check_source(self, source: StepSource | None) -> None:
         """A step of `source`'s begins.
@@ -149,10 +144,11 @@ class Round:
                 "loaders where model.steps_in_round is 0"
             )
 
-    def take(self, optimizer: torch.optim.Optimizer, source: StepSource | None, *, usable: bool) -> None:
-        """One inner step. `usable` False: a GradScaler found the gradients unusable, and it changes nothing."""
+    def take(self, optimizer: torch.optim.Optimizer, source: StepSource | None, batches: range | None, *, usable: bool) -> bool:
+        """One inner step of a round of these batches; returns whether it was the last. `usable` False: a GradScaler found the gradients
+        unusable, and it changes nothing."""
         if self.steps == 0:
-            self._source = source
+            self._source, self._batches = source, batches
             for tensor in self._tensors:
                 values = tensor.values()
                 self._kept.setdefault(tensor.name, torch.empty_like(values)).copy_(values)
@@ -160,6 +156,7 @@ class Round:
             self._trained.update(tensor.name for tensor in self._tensors if tensor.parameter.grad is not None)
             optimizer.step()
         self.steps += 1
+        return self.steps >= (self._most if batches is None else len(batches))
 
     @torch.no_grad()
     def end(self) -> None:
@@ -189,13 +186,13 @@ class Round:
 
     def settle(self) -> None:
         """It was pushed, or is left out: the next one begins with the next step."""
-        self.steps, self._outer, self._source = 0, None, None
+        self.steps, self._outer, self._source, self._batches = 0, None, None, None
         self._trained.clear()
 
     @torch.no_grad()
     def undo(self) -> None:
         """Its batches are dealt again: puts the values back to its begin."""
-        if self.steps and not self.is_over:
+        if not self.is_over:
             for tensor in self._tensors:
                 tensor.target().copy_(self._kept[tensor.name])
             publish(self._tensors)

@@ -14,7 +14,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 
-from shoal_common.errors import CorruptDataError, DeadlineError, LimitError, PreconditionError, UnavailableError, UnknownResourceError
+from shoal_common.errors import (
+    CorruptDataError,
+    DeadlineError,
+    InvalidRequestError,
+    LimitError,
+    PreconditionError,
+    UnavailableError,
+    UnknownResourceError,
+)
 from shoal_common.failpoints import failpoint
 
 from shoal_ps_server.configuration import Configuration
@@ -81,6 +89,8 @@ class Receiver:
                 offer = _offer(await anext(items, Item(kind=WHOLE)))
                 configuration = await self._check(offer)
                 await self._take_all(offer, configuration, items, stream)
+        except CorruptDataError as error:  # this is a request, and what is wrong with it the giver's fault
+            raise InvalidRequestError(str(error), reason=error.reason) from error
         except TimeoutError as error:
             if not limit.expired():
                 raise

@@ -17,7 +17,7 @@ import grpc.aio
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
-from shoal_common.errors import CorruptDataError, PreconditionError, ShoalError, UnavailableError
+from shoal_common.errors import InvalidRequestError, PreconditionError, ShoalError, UnavailableError
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.configuration import Configuration
@@ -593,7 +593,7 @@ def test_a_stream_that_is_none_takes_nothing_over(make, tmp_path, damage) -> Non
                 for chunk in damage(chunks):
                     yield chunk
 
-            with pytest.raises(CorruptDataError) as caught:
+            with pytest.raises(InvalidRequestError) as caught:
                 await receiver.receiver.take(messages())
             assert caught.value.reason == "STREAM_MALFORMED"
             assert receiver.server.moves.taken is None

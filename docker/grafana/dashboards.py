@@ -355,7 +355,7 @@ PARAMETER_SERVERS = (
         ],
     ),
     Graph(
-        title="Partitions that move",
+        title="Partitions given and taken",
         text="How many a server gave to others or took from them, and how long those of a move were served by nobody.",
         unit="s",
         queries=[

@@ -122,7 +122,7 @@ def test_connecting_is_given_up_at_once() -> None:
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(sums[0].connect, doors, deadline=time.monotonic() + 60, timeout=_LONG)
         sums[0].shut_down()
-        with pytest.raises(OSError, match=r"given up|ended|Invalid"):
+        with pytest.raises(OSError, match="given up"):
             waiting.result(10)
     for one in sums:
         one.close()

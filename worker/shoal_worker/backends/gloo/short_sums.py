@@ -101,8 +101,13 @@ class ShortSums:
         self._timeout_ms = round(timeout.total_seconds() * 1000)
         few = self._size <= _FEW
         distances = [*range(1, self._size)] if few else [1 << k for k in range((self._size - 1).bit_length())]
-        to = {distance: self._knock(doors[(self._rank - distance) % self._size], deadline) for distance in distances}
-        sources = self._let_in({(self._rank + distance) % self._size for distance in distances}, deadline)
+        try:
+            to = {distance: self._knock(doors[(self._rank - distance) % self._size], deadline) for distance in distances}
+            sources = self._let_in({(self._rank + distance) % self._size for distance in distances}, deadline)
+        except OSError as error:
+            if self._given_up:  # whatever the socket says of it
+                raise OSError("connecting to the other ranks was given up") from error
+            raise
         for connection in [*to.values(), *sources.values()]:
             _wait_in_kernel(connection, timeout)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from shoal_common import codecs
 from shoal_common.errors import PreconditionError
+from shoal_common.tables.values import Ids
 
 from shoal_ps_server.shard.batches import Batches
 from shoal_ps_server.shard.layout import Layout
@@ -26,6 +27,7 @@ from shoal_ps_server.shard.optimizer import OptimizerSettings
 from shoal_ps_server.shard.partition import Partition, PartitionImage
 from shoal_ps_server.shard.payload import Upload, UploadHeader
 from shoal_ps_server.shard.reading import Copies, Reading
+from shoal_ps_server.shard.table_rows import TableRows, new_partition, restored_partition
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +93,7 @@ class Shard:
         self._admitted_batches = Batches(self.batches.runs())
         """After what was admitted: what the next push is compared with."""
         self._optimizer = optimizer
-        self._partitions = {image.spec.partition_id: Partition.restored(image, optimizer) for image in restored}
+        self._partitions = {image.spec.partition_id: restored_partition(image, optimizer) for image in restored}
         self._copies = Copies()
         self._pushes_applied = 0
         self._pushes_deduplicated = 0
@@ -99,7 +101,7 @@ class Shard:
     def adopt(self, layout: Layout) -> None:
         """Makes room for the partitions of a layout; those that are here stay as they are."""
         for partition_id, spec in layout.partitions.items():
-            self._partitions.setdefault(partition_id, Partition(spec=spec))
+            self._partitions.setdefault(partition_id, new_partition(spec))
 
     def configure(self, optimizer: OptimizerSettings) -> None:
         """Sets the optimizer, or changes the hyperparameters of the one that is set."""
@@ -151,7 +153,7 @@ class Shard:
         gradient, base = None, 0
         if not duplicate:
             gradient = upload.values()
-            partition.reserve(header.absent, self._optimizer)
+            partition.reserve(gradient, header.absent, self._optimizer)
             if self._optimizer.delay_compensation and partition.bases.pulled.get(header.member_id) == header.base_version:
                 base = header.base_version
             if self.needs_trial(upload):
@@ -270,6 +272,12 @@ class Shard:
             yield reading
         finally:
             partition.readings.discard(reading)
+
+    def read_rows(self, partition_id: int, ids: Ids) -> Reading:
+        """Rows of a bucket as they are now, to be read in pieces."""
+        partition = self._partitions[partition_id]
+        assert isinstance(partition, TableRows), "the request was checked against the layout"
+        return partition.read_rows(ids, self._copies)
 
     def image(self, partition_id: int) -> PartitionImage | None:
         """A copy of a partition for a snapshot; None without values."""

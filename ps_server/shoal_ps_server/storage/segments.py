@@ -30,8 +30,9 @@ from shoal_ps_server.storage.record import Found, Record, later, read_all
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION: Final = 3
-"""Grows when an older release could not read the file: in 2 a partition has pieces of several tensors, in 3 pieces know their rows."""
+FORMAT_VERSION: Final = 4
+"""Grows when an older release could not read the file: in 2 a partition has pieces of several tensors, in 3 pieces know their rows, in 4
+partitions may be buckets of tables."""
 OPENING: Final = "journal"
 """Kind of a file's first record."""
 JOURNAL_PREFIX: Final = "journal."

@@ -190,6 +190,8 @@ def largest_of(values: torch.Tensor) -> float:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """A contiguous tensor's bytes, where they are, writable."""
+    if not tensor.numel():  # whose strides may be anything
+        return memoryview(bytearray())
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type] # numpy's stubs for 3.11 lack __buffer__
 
 

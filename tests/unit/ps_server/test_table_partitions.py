@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from shoal_common.errors import InvalidRequestError, LimitError
+from shoal_common.server_optimizers import TABLE_OPTIMIZERS
 from shoal_common.tables.values import buckets_of, initial_rows
 from shoal_ps_server.replication.items import PARTITION, STATE, Item
 from shoal_ps_server.shard import table_rows
@@ -215,6 +216,26 @@ def test_a_snapshot_and_the_journal_after_it_are_the_rows_to_the_last_bit(make, 
     for upload in pushes(make, [spec], 20):
         never_stopped.push(upload)
     assert same(state_of(never_stopped), after)
+
+
+def test_a_bucket_without_rows_is_in_snapshots_and_copies_too(make, tmp_path) -> None:
+    data = tmp_path / "data"
+    specs = [make.bucket(number, optimizer=name, hyperparameters={}) for number, name in enumerate(TABLE_OPTIMIZERS)]
+
+    async def test() -> dict[int, Any]:
+        async with opened(data) as server:
+            await begun(server, make, *specs)
+            await server.push(make.rows([], 1.0, specs[0]))
+            await server.snapshots.write()
+            return state_of(server.shard)
+
+    before = run(test())
+    assert same(recovered(data), before)
+    assert before[0].version == 2
+    shard = held(make, *specs)
+    state = ServerState(job_id="job", server_id="one", layout=make.layout(*specs), configuration=None, membership=Members())
+    copies = {number: partition_from_bytes(state, *partition_to_bytes(shard.image(number))) for number in shard.partition_ids()}
+    assert same(copies, state_of(shard))
 
 
 def test_a_snapshot_with_other_rows_than_the_layout_says_is_refused(make) -> None:

@@ -23,6 +23,7 @@ from shoal_worker.asynchronous.leases import CoordinatorLeases, LeaseSource, Loc
 from shoal_worker.asynchronous.options import AsyncOptions, Revision, ServerOptimizer, check_configuration
 from shoal_worker.asynchronous.own_cluster import OwnCluster
 from shoal_worker.asynchronous.servers import ParameterServers
+from shoal_worker.asynchronous.tables import PushedRows, Tables
 from shoal_worker.asynchronous.tensors import HostTensor, Iteration, check_gradients, gradients
 from shoal_worker.elastic.loader_interface import Leases, StepSource, StepStatus, StopTraining
 from shoal_worker.elastic.membership import Membership
@@ -64,6 +65,12 @@ class AsyncEngine(Engine):
         """The job had begun when this worker came."""
         self._placed = False
         """The first loader knows which epoch the others are in."""
+        self._tables = Tables(self.module)
+        if self._tables and self._async_options.in_step:
+            raise ConfigurationError(
+                'consistency="bsp" with sparse tables: their rows are looked up within the step, and nobody waits until all have been; '
+                'use "asp" or "ssp"'
+            )
         check_trains(self.module)
         if any(buffer.is_meta for buffer in self.module.buffers()):
             raise ConfigurationError(
@@ -94,12 +101,13 @@ class AsyncEngine(Engine):
         self._own.on_close(self._leave)
         try:
             job = self._open_job()
-            shard_map = job.declare([tensor.spec for tensor in self._tensors])
+            shard_map = job.declare([*(tensor.spec for tensor in self._tensors), *self._tables.specs()])
             self._schedule.check_layout(shard_map)
             self._servers = ParameterServers(
                 job, shard_map, self._tensors, self._schedule, self._async_options, self._own.metrics, self.config.compressor
             )
             self._servers.configure()
+            self._tables.connect(job, shard_map, patience=self._async_options.server_timeout, stopped=self._stopped)
         except StopTraining as stop:
             self._leave()
             self._own.give_up_step(stop)
@@ -172,6 +180,7 @@ class AsyncEngine(Engine):
         self._leases.close()
         if self._handover is not None:
             self._handover.close()
+        self._tables.close()
         if self._servers is not None:
             self._servers.close()
         if self._own_cluster is not None:
@@ -194,6 +203,11 @@ class AsyncEngine(Engine):
         loss.backward()
         return loss.detach()
 
+    def zero_grad(self, clear: Callable[[], None]) -> None:
+        """See `Engine`."""
+        clear()
+        self._tables.drop_gradients()
+
     def synchronize_gradients(self) -> None:
         """Nothing to do: each worker's gradient is pushed by itself, in `optimizer.step()`."""
 
@@ -207,6 +221,10 @@ class AsyncEngine(Engine):
     def finish_step(self, update: Callable[[], None], *, scaled: bool, inspected: bool) -> StepStatus:
         """See `Engine`: an iteration of this worker alone. COMMITTED, except when the run ended while the job stood still for want of
         workers: LOST. Raises as `exchange`."""
+        if (scaled or inspected) and self._tables:
+            raise ConfigurationError(
+                "a GradScaler with sparse tables: it does not see the gradients of their rows; train in float32 or bfloat16, without it"
+            )
         try:
             return super().finish_step(update, scaled=scaled, inspected=inspected)
         except StopTraining as stop:
@@ -242,22 +260,25 @@ class AsyncEngine(Engine):
             StopTraining: the job stood still for want of workers, and was stopped then.
         """
         sent: dict[str, torch.Tensor] = {}
+        rows: dict[int, PushedRows] = {}
         if push:
             trained = [tensor for tensor in self._tensors if tensor.trained]
             check_gradients(trained)
             sent = gradients(trained)
+            rows = self._tables.pushes()
         clock = self._clock + 1
         pull = clock % self._async_options.pull_every == 0
         step = self._session.step
         source = step.source if step is not None else None
         batch = self._leases.at_hand(source.name) if source is not None else 0
-        iteration = Iteration(clock=clock, revision=self.look_at_schedule(), gradients=sent, pull=pull, batch=batch)
+        iteration = Iteration(clock=clock, revision=self.look_at_schedule(), gradients=sent, pull=pull, batch=batch, rows=rows)
         pushed = self._require_servers().exchange(iteration)
         failpoint("exchange.done")
+        self._tables.drop_gradients()
         self._clock = clock
         if step is not None:
             step.known = pushed.known
-        if sent:
+        if sent or rows:
             self._own.progress.pushed(pushed.staleness)
         if self._rests_after_push:
             self._rests_after_push = False
@@ -379,6 +400,7 @@ class AsyncEngine(Engine):
         """See `TrainingEngine`."""
         for parameter in self.module.parameters():
             parameter.grad = None
+        self._tables.drop_gradients()
 
     def commit_step(self) -> None:
         """See `TrainingEngine`: buffers are this worker's own."""
@@ -419,6 +441,10 @@ class AsyncEngine(Engine):
         super().load_full(tensors)
 
     # ----------------------------------------------------------------------------------------------------------- invariants
+
+    def _stopped(self, stop: StopTraining) -> None:
+        """The run ended while this worker waited for rows of a table."""
+        self._own.give_up_step(stop)
 
     def _check_not_started(self, what: str) -> None:
         if self._started:

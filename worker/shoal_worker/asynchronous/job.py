@@ -126,12 +126,17 @@ class Job:
             raise
         return answer.shard_map
 
-    def server_address(self, index: int) -> str | None:
-        """Where a server listens now; None while the coordinator cannot say."""
+    def shard_map(self) -> pb.ShardMap | None:
+        """Who has what now, and where; None while the coordinator cannot say."""
         try:
-            servers = self._link.client.get_shard_map(self.job_id).shard_map.servers
+            return self._link.client.get_shard_map(self.job_id).shard_map
         except (UnavailableError, DeadlineError):
             return None
+
+    def server_address(self, index: int) -> str | None:
+        """Where a server listens now; None while the coordinator cannot say."""
+        found = self.shard_map()
+        servers = found.servers if found is not None else ()
         return next((server.address for server in servers if server.server_index == index and server.address), None)
 
     def lease_batches(

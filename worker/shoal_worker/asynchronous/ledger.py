@@ -35,6 +35,10 @@ class Ledger:
         for result in results:
             self._acknowledged[result.partition_id] += 1
 
+    def computed_on(self, versions: Mapping[int, int]) -> None:
+        """The next gradients of these partitions are of these versions."""
+        self._base.update(versions)
+
     def pulled(self, headers: Iterable[pb.PullHeader]) -> None:
         """This worker has these versions now."""
         for header in headers:

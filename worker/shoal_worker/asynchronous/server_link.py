@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from typing import Final, TypeVar
 
 import torch
@@ -37,6 +38,7 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.ledger import Ledger
 from shoal_worker.asynchronous.options import AsyncOptions, Revision, ServerOptimizer
+from shoal_worker.asynchronous.tables import PushedRows
 from shoal_worker.asynchronous.tensors import Iteration, Partition, Payload, Payloads, PulledValues, ServerShare, tensor_bytes
 
 _log = logging.getLogger(__name__)
@@ -107,7 +109,9 @@ class ServerLink:
         self._lost = lost
         self._partitions = {partition.partition_id: partition for partition in share.partitions}
         self._trained = [partition for partition in share.partitions if partition.trained]
-        self._ledger = Ledger(self._partitions)
+        self._buckets = frozenset(share.buckets)
+        """Partitions that are buckets of sparse tables: pushed here, and looked up elsewhere (tables.py)."""
+        self._ledger = Ledger((*self._partitions, *share.buckets))
         self._revision = Revision(number=0, groups=())
         """The newest that this server was told."""
         self._clock = 0
@@ -168,21 +172,25 @@ class ServerLink:
             self._insist("SetHyperparameters", lambda: self._set_hyperparameters(iteration.revision))
         outcome = Pushed(staleness=0, known=True)
         pushed = [each for each in self._trained if any(piece.tensor.name in iteration.gradients for piece in each.pieces)]
-        if pushed:
+        rows = [each for number, each in iteration.rows.items() if number in self._buckets]
+        if pushed or rows:
             there: frozenset[int] = frozenset()
             if self._unsure is not None:
                 again = self._unsure == iteration.batch
                 there = self._insist("GetServer", lambda: self._look_back(again=again))
             self._unsure = iteration.batch
             payloads = self._payloads.gradients(pushed, iteration)
-            answer = self._push_in_turn(lambda: self._push(pushed, payloads(), iteration))
+            self._ledger.computed_on({each.partition_id: each.version for each in rows})
+            answer = self._push_in_turn(
+                lambda: self._push([*pushed, *rows], chain(payloads(), self._payloads.rows(rows)), iteration),
+            )
             self._unsure = None
             self._payloads.settle({each.partition_id for each in answer if not each.known_batch} - there)
             outcome = Pushed(staleness=max(each.staleness for each in answer), known=all(each.known_batch for each in answer))
         self._clock = iteration.clock
-        if iteration.pull:
+        if iteration.pull and self._trained:
             self.pull_in_turn()
-        elif not pushed:
+        elif self._takes_part and not pushed and not rows:
             self.advance_clock(iteration.clock)
         return outcome
 
@@ -212,7 +220,7 @@ class ServerLink:
         """This worker, which has finished `clock` iterations, takes part from now on, and others may wait for it. None: nothing is trained
         on this server."""
         self._clock = clock
-        if not self._trained:
+        if not self._takes_part:
             return None
         self.advance_clock(clock)
         state = self._insist("GetServer", lambda: self._client.get_server(member_id=self._job.member_id))
@@ -226,8 +234,13 @@ class ServerLink:
 
     def rest(self) -> None:
         """Nobody need wait for this worker until it enters again."""
-        if self._trained:
+        if self._takes_part:
             self._tell(_LARGEST_CLOCK)
+
+    @property
+    def _takes_part(self) -> bool:
+        """Something is trained on this server."""
+        return bool(self._trained or self._buckets)
 
     def _tell(self, clock: int, *, has_read: bool = False, place: int = 0) -> None:
         def tell() -> None:
@@ -276,7 +289,9 @@ class ServerLink:
         if partitions:
             self._client.initialize(self._outgoing(self._payloads.values(partitions)), deadline=self._stream_deadline)
 
-    def _push(self, partitions: Sequence[Partition], payloads: Iterable[Payload], iteration: Iteration) -> list[pb.PartitionResult]:
+    def _push(
+        self, partitions: Sequence[Partition | PushedRows], payloads: Iterable[Payload], iteration: Iteration
+    ) -> list[pb.PartitionResult]:
         told = tuple(self._finished_batches)
         outgoing = self._outgoing(payloads, clock=iteration.clock, batch=iteration.batch, finished=told)
         results = self._client.push(outgoing, deadline=self._stream_deadline)
@@ -306,6 +321,7 @@ class ServerLink:
                 payload_bytes=payload.data.nbytes,
                 checksum=checksum(payload.data),
                 absent_pieces=payload.absent,
+                rows=payload.rows,
             )
             if clock is not None:
                 header.sequence, header.base_version = self._ledger.next_push(partition.partition_id)

@@ -81,7 +81,7 @@ class ParameterServers:
         if iteration.batch:
             for link in self._links:
                 link.finished(iteration.batch)
-        known = bool(iteration.batch and iteration.gradients) and all(outcome.known for outcome in outcomes)
+        known = bool(iteration.batch and (iteration.gradients or iteration.rows)) and all(outcome.known for outcome in outcomes)
         return Pushed(staleness=max((outcome.staleness for outcome in outcomes), default=0), known=known)
 
     def pull(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 from torch import nn
 
 from shoal_worker.asynchronous.options import Revision
+from shoal_worker.asynchronous.tables import PushedRows, buckets_of_servers
 from shoal_worker.compression.base import GradientCompressor
 from shoal_worker.compression.pushes import CompressedPushes
 from shoal_worker.compression.registry import parse_compression
@@ -288,6 +289,8 @@ class ServerShare:
     epoch: int
     """The shard map's."""
     partitions: tuple[Partition, ...]
+    buckets: tuple[int, ...] = ()
+    """Partitions that are buckets of sparse tables."""
 
 
 def shares(shard_map: coordinator_pb.ShardMap, tensors: Sequence[HostTensor]) -> tuple[ServerShare, ...]:
@@ -298,14 +301,18 @@ def shares(shard_map: coordinator_pb.ShardMap, tensors: Sequence[HostTensor]) ->
     """
     by_name: Mapping[str, HostTensor] = {tensor.name: tensor for tensor in tensors}
     partitions: dict[int, list[Partition]] = {}
+    buckets = buckets_of_servers(shard_map)
     for partition in shard_map.partitions:
+        if partition.HasField("bucket"):
+            continue
         pieces = []
         for piece in partition.pieces:
             tensor = by_name[shard_map.tensors[piece.tensor_index].name]
             pieces.append(Piece(tensor=tensor, begin=piece.offset, end=piece.offset + piece.length))
         partitions.setdefault(partition.primary, []).append(Partition(partition.partition_id, pieces))
     addresses = {server.server_index: server.address for server in shard_map.servers}
-    missing = sorted(partitions.keys() - addresses.keys())
+    holders = partitions.keys() | buckets.keys()
+    missing = sorted(holders - addresses.keys())
     if missing:
         raise PreconditionError(
             f"the shard map gives partitions to the servers {missing}, but names only {sorted(addresses)}; restart the job's parameter "
@@ -313,8 +320,14 @@ def shares(shard_map: coordinator_pb.ShardMap, tensors: Sequence[HostTensor]) ->
             reason="SHARD_MAP_INCOMPLETE",
         )
     return tuple(
-        ServerShare(index=index, address=addresses[index], epoch=shard_map.epoch, partitions=tuple(partitions[index]))
-        for index in sorted(partitions)
+        ServerShare(
+            index=index,
+            address=addresses[index],
+            epoch=shard_map.epoch,
+            partitions=tuple(partitions.get(index, ())),
+            buckets=buckets.get(index, ()),
+        )
+        for index in sorted(holders)
     )
 
 
@@ -338,18 +351,22 @@ class Iteration:
     pull: bool
     batch: int = 0
     """Key of the leased batch that the gradients were computed on; 0: none."""
+    rows: Mapping[int, PushedRows] = field(default_factory=dict)
+    """What is pushed to buckets of sparse tables, by partition."""
 
 
 class Payload(NamedTuple):
     """What is sent of a partition."""
 
-    partition: Partition
+    partition: Partition | PushedRows
     absent: tuple[int, ...]
     """Positions of the pieces that are left out."""
     length: int
     """Elements of the decoded payload."""
     codec: int
     data: memoryview
+    rows: int = 0
+    """Of a sparse table."""
 
 
 class Payloads:
@@ -390,6 +407,10 @@ class Payloads:
             self.settle(())  # none was sent
             raise
         return lambda: iter(payloads)
+
+    def rows(self, pushed: Iterable[PushedRows]) -> Iterator[Payload]:
+        """The payloads of rows of tables, as they are."""
+        return (Payload(each, (), each.length, pb.CODEC_RAW, each.data, each.rows) for each in pushed)
 
     def settle(self, applied: Collection[int]) -> None:
         """Says to which partitions the server has applied the last push, each by this very payload: what compression left out of it is then

@@ -28,6 +28,7 @@ from torch.nn import functional
 
 _FULL_BUCKET_BYTES: Final = 64 << 20
 """What a bucket of a table with a known number of rows may grow to, where there is a choice."""
+_FEWEST_BUCKETS: Final = 4
 _MODES: Final = ("sum", "mean", "max")
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -82,7 +83,7 @@ class RowGradients:
     values: Values
     """`[n, dim]`, finite or not."""
     versions: Mapping[int, int]
-    """As in `LookedUp`, the oldest of those that they were computed on."""
+    """See `LookedUp`: the oldest of those that they were computed on."""
 
 
 class SparseEmbedding(nn.Module):
@@ -120,8 +121,8 @@ class SparseEmbedding(nn.Module):
             max_rows: the table keeps so many rows; those that were not pushed for the longest go first, and are then as at the beginning.
                 0: all.
             max_age: a row goes when it was not pushed for so many steps, up to a sixteenth later. 0: never.
-            buckets: over how many partitions the rows are spread, 1 to 1024, of at most 256 MiB each. None: 16, or more for so large a
-                `num_embeddings` that they would grow beyond 64 MiB.
+            buckets: over how many partitions the rows are spread, 1 to 1024, of at most 256 MiB each. None: 16; with `num_embeddings` so
+                many that none grows beyond 64 MiB, and at least 4.
 
         Raises:
             ConfigurationError: a value that cannot work.
@@ -338,7 +339,7 @@ def _read_optimizer(name: str, factory: OptimizerFactory, dim: int) -> tuple[str
 def _enough_buckets(shape: tuple[int, int], optimizer: str) -> int:
     rows, dim = shape
     per_row = 4 * dim * (1 + TABLE_OPTIMIZERS[optimizer].state_tensors(TABLE_OPTIMIZERS[optimizer].defaults)) + 32
-    buckets = DEFAULT_BUCKETS
+    buckets = _FEWEST_BUCKETS if rows else DEFAULT_BUCKETS
     while buckets < MOST_BUCKETS and rows * per_row > buckets * _FULL_BUCKET_BYTES:
         buckets *= 2
     return buckets

@@ -100,7 +100,9 @@ class Rows:
 
     def values(self, ids: Ids) -> Values:
         """Rows by id, `[len(ids), dim]`, in an array of their own; those that are not kept have their initial values. Ids may repeat."""
-        slots = self._find(ids)
+        return self._values_at(ids, self._find(ids))
+
+    def _values_at(self, ids: Ids, slots: Slots) -> Values:
         known = slots >= 0
         if known.all():
             return self._values[slots]
@@ -138,9 +140,11 @@ class Rows:
 
     def updated(self, ids: Ids, gradients: Values, step: int) -> RowsUpdate:
         """What step `step` makes of these rows, each named once; nothing changes. `gradients`: `[len(ids), dim]`."""
-        slots = self._find(ids)
+        return self._updated(ids, self._find(ids), gradients, step)
+
+    def _updated(self, ids: Ids, slots: Slots, gradients: Values, step: int) -> RowsUpdate:
         known = slots >= 0
-        values = torch.from_numpy(self.values(ids))
+        values = torch.from_numpy(self._values_at(ids, slots))
         state: dict[str, Any] = {}
         for name, array in self._state.items():
             begun = np.full((len(ids), *array.shape[1:]), self._begins, dtype=np.float32)
@@ -152,8 +156,9 @@ class Rows:
     def update(self, ids: Ids, gradients: Values, step: int) -> None:
         """Makes step `step`, and evicts what is due. Raises MemoryError where the room was not reserved."""
         if len(ids):
-            made = self.updated(ids, gradients, step)
-            slots = self._slots_for(ids)
+            slots = self._find(ids)
+            made = self._updated(ids, slots, gradients, step)
+            self._add(ids, slots)
             self._values[slots] = made.values
             for name, array in made.state.items():
                 self._state[name][slots] = array
@@ -222,9 +227,8 @@ class Rows:
     def _find(self, ids: Ids) -> Slots:
         return self._table.find(ids, self._ids)
 
-    def _slots_for(self, ids: Ids) -> Slots:
-        """The slots of rows, each named once; those that are not kept yet get some."""
-        slots = self._find(ids)
+    def _add(self, ids: Ids, slots: Slots) -> None:
+        """Gives rows that have no slot yet one, in `slots` too."""
         fresh = np.flatnonzero(slots < 0)
         if len(fresh):
             self.reserve(len(fresh))
@@ -232,7 +236,6 @@ class Rows:
             self._ids[slots[fresh]] = ids[fresh]
             self._count += len(fresh)
             self._table.enter(ids[fresh], slots[fresh])
-        return slots
 
     def _restore(self, image: RowsImage) -> None:
         self.reserve(len(image.ids))

@@ -48,9 +48,9 @@ _LEAVES_AFTER_S: Final = 5.0
 _MOST_IDS: Final = 1 << 17
 """In one request to one server."""
 _MOST_BYTES: Final = 8 << 20
-"""Of rows of one bucket, in one answer."""
+"""What one answer may have of one bucket's rows."""
 _MOST_PREFETCHES: Final = 4
-"""Of a table; older ones that nobody took are dropped."""
+"""A table has no more of them; the oldest that nobody took are dropped."""
 _STREAM_DEADLINE: Final = timedelta(seconds=60)
 _PASSING: Final = frozenset({"STALE_SHARD_MAP", "SHARD_MAP_INCOMPLETE", "PARTITION_UNKNOWN", "JOB_UNKNOWN"})
 """Refusals that pass by themselves: servers change, or another job's server is where one of this job's was."""
@@ -211,7 +211,7 @@ class RowReader:
         self._patience_s = patience.total_seconds()
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        """Of what follows."""
+        """Held while what follows is looked at or changed."""
         self._map = shard_map
         self._clients: dict[str, ParameterServerClient] = {}
         """Address -> client."""

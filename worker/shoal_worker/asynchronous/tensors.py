@@ -366,7 +366,7 @@ class Payload(NamedTuple):
     codec: int
     data: memoryview
     rows: int = 0
-    """Of a sparse table."""
+    """How many rows of a sparse table it has."""
 
 
 class Payloads:

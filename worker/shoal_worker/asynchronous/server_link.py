@@ -294,7 +294,8 @@ class ServerLink:
     ) -> list[pb.PartitionResult]:
         told = tuple(self._finished_batches)
         outgoing = self._outgoing(payloads, clock=iteration.clock, batch=iteration.batch, finished=told)
-        results = self._client.push(outgoing, deadline=self._stream_deadline)
+        rows_s = sum(each.data.nbytes for each in partitions if isinstance(each, PushedRows)) / _SLOWEST_BYTES_PER_S
+        results = self._client.push(outgoing, deadline=self._stream_deadline + timedelta(seconds=rows_s))
         if [result.partition_id for result in results] != [partition.partition_id for partition in partitions]:
             raise InternalError(f"server {self._share.index} acknowledged other partitions than were pushed")
         failpoint("exchange.server_answered")

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
@@ -47,8 +47,8 @@ _LEAVES_AFTER_S: Final = 5.0
 """A worker that is to leave waits no longer for a server that is away."""
 _MOST_IDS: Final = 1 << 17
 """In one request to one server."""
-_MOST_BYTES: Final = 8 << 20
-"""What one answer may have of one bucket's rows."""
+_MOST_BYTES: Final = 16 << 20
+"""What one answer may have of rows: what a server gives of one bucket."""
 _MOST_PREFETCHES: Final = 4
 """A table has no more of them; the oldest that nobody took are dropped."""
 _STREAM_DEADLINE: Final = timedelta(seconds=60)
@@ -188,7 +188,7 @@ class ServerRows:
     def _prefetched(self, ids: Ids) -> LookedUp | None:
         """Takes the oldest that has all of these, and drops those before it."""
         for number, (known, future) in enumerate(self._ahead):
-            if not len(known):
+            if not len(known) or not len(ids):
                 continue
             places = np.minimum(np.searchsorted(known, ids), len(known) - 1)
             if not (known[places] == ids).all():
@@ -216,7 +216,6 @@ class RowReader:
         self._clients: dict[str, ParameterServerClient] = {}
         """Address -> client."""
         self._servers = ThreadPoolExecutor(max_workers=max(1, len(shard_map.servers)), thread_name_prefix="shoal-rows")
-        self._prefetches = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-prefetch")
 
     def read(self, partitions: Sequence[int], dim: int, ids: Ids) -> LookedUp:
         """The rows with these ids, each named once. `partitions`: the table's, by the buckets' numbers.
@@ -251,8 +250,18 @@ class RowReader:
                 self._closed.wait(backoff.next_s(error))
 
     def read_ahead(self, partitions: Sequence[int], dim: int, ids: Ids) -> Future[LookedUp]:
-        """`read`, in the background, one after the other."""
-        return self._prefetches.submit(self.read, partitions, dim, ids)
+        """`read`, in the background."""
+        future: Future[LookedUp] = Future()
+
+        def read() -> None:
+            try:
+                future.set_result(self.read(partitions, dim, ids))
+            except BaseException as error:
+                future.set_exception(error)
+
+        # Not a pool's: the interpreter would wait for it at its end, and it may wait for a server.
+        threading.Thread(target=read, name="shoal-prefetch", daemon=True).start()
+        return future
 
     def close(self) -> None:
         """Ends calls in progress. Idempotent."""
@@ -261,7 +270,6 @@ class RowReader:
             clients = list(self._clients.values())
         for client in clients:
             client.close()
-        self._prefetches.shutdown(wait=False, cancel_futures=True)
         self._servers.shutdown(wait=False, cancel_futures=True)
 
     def _read_all(self, partitions: Sequence[int], dim: int, ids: Ids, places: Sequence[Ids]) -> LookedUp:
@@ -282,18 +290,18 @@ class RowReader:
             versions = self._read_server(*reads[0], shard_map.epoch, ids, values)
         else:
             futures = [self._servers.submit(self._read_server, client, share, shard_map.epoch, ids, values) for client, share in reads]
-            found = [_outcome(future) for future in futures]  # all have ended: none writes to `values` any more
-            versions = {}
-            for each in found:
-                if isinstance(each, BaseException):
-                    raise each
-                versions |= each
+            try:
+                wait(futures)  # also where one has failed: the others write to `values`
+            except BaseException:  # Ctrl-C: the interpreter would wait for the threads before it ends
+                self.close()
+                raise
+            versions = {partition_id: version for future in futures for partition_id, version in future.result().items()}
         return LookedUp(values=values, versions=versions)
 
     def _read_server(self, client: ParameterServerClient, share: Mapping[int, Ids], epoch: int, ids: Ids, values: Values) -> dict[int, int]:
         """Fills in the rows of one server's buckets, `share` of which says the places; returns the oldest version of each that was read."""
         versions: dict[int, int] = {}
-        at_once = max(1, min(_MOST_BYTES // (4 * values.shape[1]), _MOST_IDS // len(share)))
+        at_once = max(1, min(_MOST_BYTES // (4 * values.shape[1]), _MOST_IDS) // len(share))
         for begin in range(0, max(1, *(len(places) for places in share.values())), at_once):
             parts = {partition_id: places[begin : begin + at_once] for partition_id, places in share.items()}
             # A bucket without ids tells its version.
@@ -329,10 +337,6 @@ class RowReader:
             if address not in self._clients:
                 self._clients[address] = self._job.server_client(address)
             return self._clients[address]
-
-
-def _outcome(future: Future[dict[int, int]]) -> dict[int, int] | BaseException:
-    return future.exception() or future.result()
 
 
 def _check_finite(table: SparseEmbedding, ids: Ids, values: Values) -> None:

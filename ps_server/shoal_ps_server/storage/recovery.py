@@ -93,8 +93,6 @@ def partition_record(admitted: Admitted, upload: Upload) -> Record:
         fields["compensated"] = True
     if header.absent:
         fields["absent"] = list(header.absent)
-    if header.rows:
-        fields["rows"] = header.rows
     return Record(kind=PUSH, fields=fields, payload=upload.payload)
 
 
@@ -258,7 +256,6 @@ class Replay:
             batch=int(fields.get("batch", 0)),
             absent=tuple(map(int, fields.get("absent", ()))),
             finished_batches=tuple(map(int, fields.get("finished", ()))),
-            rows=int(fields.get("rows", 0)),
         )
         have, version = self.shard.version(spec.partition_id), int(fields["version"])
         if record.kind != VALUES:

@@ -120,6 +120,13 @@ def test_rows_are_those_of_a_dictionary(pushes: list[list[int]], random: Any) ->
             rows = Rows(spec, 2, rows.image())
 
 
+def test_of_rows_that_were_pushed_together_those_with_the_smallest_ids_go_first() -> None:
+    rows = Rows(table("sgd", {"lr": 1.0}, max_rows=5, buckets=1), 1)
+    for step, ids in enumerate(([10, 20, 30], [5, 15], [5, 10, 15, 20, 30], [40]), 1):
+        rows.update(np.array(ids), np.ones((len(ids), 1), np.float32), step)
+    assert rows.image().ids.tolist() == [10, 15, 20, 30, 40]
+
+
 def test_rows_go_that_were_not_pushed_for_long() -> None:
     spec = table("sgd", {"lr": 1.0}, max_age=32)
     rows, early, late = Rows(spec, DIM), np.arange(5), np.arange(5, 8)

@@ -100,6 +100,16 @@ def test_gradients_are_those_that_a_backward_pass_came_to_and_nobody_dropped() -
     assert (found.ids.tolist(), found.values.tolist()) == ([7], [[2.0] * 4])
 
 
+def test_each_pass_back_through_one_lookup_counts() -> None:
+    users = table()
+    output = users(torch.tensor([7]))
+    for retained in (True, False):
+        output.sum().backward(retain_graph=retained)
+    found = users.gradients()
+    assert found is not None
+    assert found.values.tolist() == [[2.0] * 4]
+
+
 def test_it_has_no_parameters_and_nothing_in_the_state_dict() -> None:
     model = nn.Sequential(table(), nn.Linear(4, 1))
     assert [name for name, _ in model.named_parameters()] == ["1.weight", "1.bias"]

@@ -98,6 +98,13 @@ def start_straggler(stage: Stage, *, ranks: int, servers: int, words: Sequence[s
     return WithLauncher(stage, [_beside_python("shoal"), "run", *flags, "-m", "benchmarks.workers.train_straggler", *words])
 
 
+def start_outer(stage: Stage, *, ranks: int, words: Sequence[str]) -> WithLauncher:
+    """Ranks with one parameter server that train with outer steps or without, over TCP, and end."""
+    flags = ("--standalone", "--nproc-per-node", str(ranks), "--servers", "1")
+    command = [_beside_python("shoal"), "run", *flags, "-m", "benchmarks.workers.train_outer", *words]
+    return WithLauncher(stage, command, {"SHOAL_SERVER_TRANSPORT": "tcp"})
+
+
 def start_module(stage: Stage, workload: Workload, *, module: str, more: Sequence[str] = ()) -> WithLauncher:
     """A worker module of the benchmarks' under torchrun."""
     flags = ("--standalone", "--nproc-per-node", str(workload.ranks))

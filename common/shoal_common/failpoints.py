@@ -46,6 +46,12 @@ Parameter servers:
     backup.copied               the copy is on its disk, and the primary was not told
     backup.record_made          a backup has a change on disk and has made it, and the primary was not told
     backup.promoted             a backup was made the primary, and serves nobody yet
+    move.frozen                 partitions that are to go to another server are frozen, and nothing of them was sent
+    move.taken                  the other server has all of them on disk, and the giver was not told
+    move.noted                  the giver's journal has that they are leaving, and the coordinator was not told
+    move.reported               the coordinator is being told that they were taken
+    move.activated              the other server serves them, by a shard map that is on its disk, and has answered nobody yet
+    move.dropped                the giver has dropped them
 
 Coordinator:
 

@@ -1,7 +1,7 @@
 """Optimizers that torch lacks, as `torch.optim.Optimizer`s: `shoal.optim`. Workers take them from a user, parameter servers run them.
 
-The one module of this package that imports torch. Both treat several elements together: a whole tensor, or a row of it. So they are right
-where tensors are whole (alone, or under strategies that copy the model), and strategies that cut tensors refuse them.
+The one module of this package that imports torch. `LAMB` and `RowWiseAdagrad` treat several elements together: a whole tensor, or a row of
+it. So they are right where tensors are whole (alone, or under strategies that copy the model), and strategies that cut tensors refuse them.
 
 Values and state of 16-bit types are computed with in float32 and rounded once. Norms do not depend on the number of threads, so that a
 parameter server that is recovered elsewhere has the same bits (`torch.linalg.vector_norm` keeps to that, `sum` does not).
@@ -19,7 +19,7 @@ from torch.optim.optimizer import ParamsT
 from shoal_common.errors import ConfigurationError
 
 
-class _OfWholeTensors(torch.optim.Optimizer):
+class _OwnOptimizer(torch.optim.Optimizer):
     """What the optimizers of this module share."""
 
     @torch.no_grad()
@@ -54,7 +54,7 @@ class _OfWholeTensors(torch.optim.Optimizer):
         raise NotImplementedError
 
 
-class LAMB(_OfWholeTensors):
+class LAMB(_OwnOptimizer):
     """Adam whose step is as long, for each tensor, as the learning rate times the tensor's own norm.
 
     Algorithm 2 of You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", ICLR 2020, with its bias
@@ -118,7 +118,7 @@ class LAMB(_OfWholeTensors):
             torch._foreach_copy_([state["exp_avg_sq"] for state in states], squares)
 
 
-class RowWiseAdagrad(_OfWholeTensors):
+class RowWiseAdagrad(_OwnOptimizer):
     """Adagrad with one sum for each row: of the means of the squared gradients over the row.
 
     For a row w with gradient g: `sum += mean(g * g)`, `w -= lr * g / (sqrt(sum) + eps)`, where g has `weight_decay * w` in it. A row is
@@ -181,6 +181,65 @@ class RowWiseAdagrad(_OfWholeTensors):
             values.add_(update.reshape(parameter.shape), alpha=-float(group["lr"]))
             if values is not parameter:
                 parameter.copy_(values)
+
+
+class DelayedNesterov(_OwnOptimizer):
+    """SGD with Nesterov momentum for gradients that come one after another from several workers, as those of outer steps do.
+
+    Algorithm 3 of Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024, with c = 0: each gradient g moves the values
+    by `lr * g / every` at once; and behind every so many of them the momentum, m' = momentum * m + their mean, moves the values by
+    `lr * momentum * m'`.
+
+    With `every` = the number of workers, that many gradients, in whatever order, come to one step of `torch.optim.SGD` with
+    `nesterov=True` and their mean; with 1 each gradient does. Where `weight_decay` is not 0, g has `weight_decay * w` in it.
+
+    State per tensor: two tensors of its shape and type (`momentum_buffer`, `gradient_sum`), and `step`, gradients since the momentum moved.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 0.7,
+        momentum: float = 0.9,
+        every: int = 1,
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        """Arguments are those of `torch.optim.SGD`; `every`: how many gradients make one step of the momentum, >= 1.
+
+        Raises:
+            ConfigurationError: a value that cannot work.
+        """
+        _check_not_negative(lr=lr, momentum=momentum, weight_decay=weight_decay)
+        if momentum >= 1:
+            raise ConfigurationError(f"momentum={momentum}: expected a number in [0, 1)")
+        if every < 1 or every != int(every):
+            raise ConfigurationError(f"every={every}: expected a whole number of gradients, at least 1: that of the workers")
+        super().__init__(params, {"lr": lr, "momentum": momentum, "every": every, "weight_decay": weight_decay, "maximize": maximize})
+
+    def _update(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor], group: Mapping[str, Any]) -> None:
+        lr, momentum = float(group["lr"]), group["momentum"]
+        for parameter, given in zip(parameters, gradients, strict=True):
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+                state["gradient_sum"] = torch.zeros_like(parameter)
+            values, total = _wide(parameter), _wide(state["gradient_sum"])
+            gradient = given.add(values, alpha=group["weight_decay"]) if group["weight_decay"] else given
+            total.add_(gradient)
+            values.add_(gradient, alpha=-lr / group["every"])
+            state["step"].add_(1)
+            if state["step"] >= group["every"]:
+                moves = _wide(state["momentum_buffer"])
+                moves.mul_(momentum).add_(total, alpha=1 / float(state["step"]))
+                values.add_(moves, alpha=-lr * momentum)
+                total.zero_()
+                state["step"].zero_()
+                state["momentum_buffer"].copy_(moves)
+            state["gradient_sum"].copy_(total)
+            parameter.copy_(values)
 
 
 def _wide_type(tensor: torch.Tensor) -> torch.dtype:

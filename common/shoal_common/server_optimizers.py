@@ -94,6 +94,12 @@ def _nesterov_alone(values: Hyperparameters) -> str:
     return ""
 
 
+def _so_many_gradients(values: Hyperparameters) -> str:
+    if values["every"] < 1 or values["every"] != int(values["every"]):
+        return f"every={values['every']}: expected a whole number of gradients, at least 1"
+    return ""
+
+
 _EPS_VANISHES: Final = frozenset({"float16"})
 """Dtypes in which the usual eps of Adagrad and RMSprop rounds to zero: torch then divides zero by zero where a gradient is zero."""
 
@@ -201,6 +207,17 @@ SERVER_OPTIMIZERS: Final = {
             structural=frozenset({"initial_accumulator_value"}),
             state=frozenset({"sum"}),
             state_tensors=lambda _: 1,
+        ),
+        OptimizerDeclaration(
+            name="delayed_nesterov",
+            torch_class="DelayedNesterov",
+            module="shoal_common.optim",
+            defaults=MappingProxyType({"lr": 0.7, "momentum": 0.9, "every": 1.0, "weight_decay": 0.0, "maximize": 0.0}),
+            switches=frozenset({"maximize"}),
+            below_one=frozenset({"momentum"}),
+            state=frozenset({"step", "momentum_buffer", "gradient_sum"}),
+            state_tensors=lambda _: 2,
+            contradiction=_so_many_gradients,
         ),
     )
 }

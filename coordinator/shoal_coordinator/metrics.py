@@ -55,6 +55,15 @@ class CoordinatorMetrics:
             "Batches leased to members of asynchronous runs, repeated leases included.",
             registry=registry,
         )
+        self.moves = Counter(
+            "shoal_coordinator_partition_moves",
+            "Moves of partitions between parameter servers that were settled, by how: moved, or failed (the partitions stayed).",
+            ["outcome"],
+            registry=registry,
+        )
+        self.partitions_moved = Counter(
+            "shoal_coordinator_partitions_moved", "Partitions that were given another parameter server.", registry=registry
+        )
         self.commits = Histogram(
             "shoal_coordinator_commit_seconds",
             "Time to write one transition to Redis, retries included.",

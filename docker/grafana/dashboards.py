@@ -147,6 +147,16 @@ MEMBERSHIP = (
         unit="short",
         queries=[("rate(shoal_coordinator_batches_leased_total[$__rate_interval])", "{{instance}}")],
     ),
+    Graph(
+        title="Partitions that move",
+        text="Moves between parameter servers that were settled, and partitions that have another server since: servers come, or are "
+        "drained. Where moves fail again and again, the job's events say why (move_failed).",
+        unit="none",
+        queries=[
+            ("increase(shoal_coordinator_partition_moves_total[$__rate_interval]) > 0", "moves: {{outcome}}"),
+            ("increase(shoal_coordinator_partitions_moved_total[$__rate_interval]) > 0", "partitions moved"),
+        ],
+    ),
 )
 
 TRAINING = (
@@ -342,6 +352,18 @@ PARAMETER_SERVERS = (
                 "{{instance}} changes together",
             ),
             ("increase(shoal_ps_journal_failures_total{job}[$__rate_interval]) > 0", "{{instance}} failures"),
+        ],
+    ),
+    Graph(
+        title="Partitions that move",
+        text="How many a server gave to others or took from them, and how long those of a move were served by nobody.",
+        unit="s",
+        queries=[
+            (
+                "rate(shoal_ps_frozen_seconds_sum{job}[$__rate_interval]) / rate(shoal_ps_frozen_seconds_count{job}[$__rate_interval])",
+                "{{instance}} not served",
+            ),
+            ("increase(shoal_ps_moved_partitions_total{job}[$__rate_interval]) > 0", "{{instance}} {{direction}}"),
         ],
     ),
     Graph(

@@ -10,6 +10,7 @@ from shoal_common.errors import ShoalError
 
 _APPLY_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5)
 _WAIT_BUCKETS_S = (0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0, 120.0, 600.0)
+_FROZEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 20.0, 60.0)
 _STALENESS_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
 
 
@@ -86,6 +87,19 @@ class Metrics:
             buckets=_APPLY_BUCKETS_S,
         )
         self.journal_failures = Counter("shoal_ps_journal_failures", "Times that the journal could not be written.", registry=registry)
+
+        self.moved_partitions = Counter(
+            "shoal_ps_moved_partitions",
+            "Partitions that moved while training went on, by direction: given to another server, or taken from one.",
+            ("direction",),
+            registry=registry,
+        )
+        self.frozen_seconds = Histogram(
+            "shoal_ps_frozen_seconds",
+            "Time for which partitions of a move were neither pushed to nor pulled from on their giver, in seconds.",
+            registry=registry,
+            buckets=_FROZEN_BUCKETS_S,
+        )
 
         self.backup_in_sync = Gauge("shoal_ps_backup_in_sync", "1 while a backup has all that this server acknowledged.", registry=registry)
 

@@ -14,6 +14,7 @@ import asyncio
 import json
 import logging
 import os
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -21,26 +22,31 @@ from typing import Any, Final
 
 from prometheus_client import CollectorRegistry
 from shoal_common.errors import ConfigurationError, InternalError, UnavailableError
+from shoal_common.failpoints import failpoint
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.rpc.server import RpcServer, ServerSettings
 from shoal_common.settings import secret_value
 from shoal_common.tasks import end_tasks
 from shoal_common.telemetry import HttpServer, serve_metrics
 
+from shoal_ps_server.configuration import Configuration
 from shoal_ps_server.consistency.membership import Membership
 from shoal_ps_server.metrics import Metrics
+from shoal_ps_server.replication.giving import Giver
 from shoal_ps_server.replication.primary import Backup
 from shoal_ps_server.replication.standby import Standby
+from shoal_ps_server.replication.taking import Receiver
 from shoal_ps_server.service.bulk import BulkServer
 from shoal_ps_server.service.intake import Intake
 from shoal_ps_server.service.layouts import Layouts
+from shoal_ps_server.service.mover import Mover
 from shoal_ps_server.service.pulls import Pulls
 from shoal_ps_server.service.requests import UploadKind
 from shoal_ps_server.service.servicer import ALLOWED_ROLES, SERVICE, Identity, ParameterServerServicer
 from shoal_ps_server.service.staging import Staging
 from shoal_ps_server.service.tickets import Tickets
 from shoal_ps_server.service.transfers import Transfers
-from shoal_ps_server.session import CoordinatorSession, Place, Registration, this_process
+from shoal_ps_server.session import CoordinatorSession, MoveOrder, Place, Registration, this_process
 from shoal_ps_server.settings import PsServerSettings
 from shoal_ps_server.shard.layout import Layout
 from shoal_ps_server.shard.payload import Upload
@@ -50,6 +56,7 @@ from shoal_ps_server.storage.directory import DataDirectory
 from shoal_ps_server.storage.image import Members, ServerState
 from shoal_ps_server.storage.journal import Journal
 from shoal_ps_server.storage.keeper import SnapshotKeeper
+from shoal_ps_server.storage.moves import Moves
 from shoal_ps_server.storage.recovery import Recovered
 
 logger = logging.getLogger(__name__)
@@ -65,13 +72,18 @@ async def serve(settings: PsServerSettings, stop: asyncio.Event) -> None:
     """
     with ExitStack() as stack:
         directory = None if settings.data_dir is None else stack.enter_context(DataDirectory(settings.data_dir))
-        recovered = Recovered(shard=Shard()) if directory is None else directory.recover(job_id=settings.job, server_id=settings.server_id)
+        recovered = _with_nothing() if directory is None else directory.recover(job_id=settings.job, server_id=settings.server_id)
         while await ParameterServer(settings, directory, recovered).run(stop):
             assert directory is not None, "a server without one refuses to be in a job with backups"
             taken_over = await Standby(settings, directory).run(stop)
             if taken_over is None:
                 return
             recovered = taken_over
+
+
+def _with_nothing() -> Recovered:
+    shard = Shard()
+    return Recovered(shard=shard, moves=Moves(shard))
 
 
 class ParameterServer:
@@ -87,6 +99,7 @@ class ParameterServer:
         self._registry = CollectorRegistry()
         self._metrics = Metrics(self._registry)
         self._shard = recovered.shard
+        self._moves = recovered.moves
         self._membership = Membership(
             fence=recovered.members.fence(),
             clocks=recovered.members.restored_clocks(),
@@ -94,7 +107,12 @@ class ParameterServer:
         )
         self._layouts = Layouts(current=recovered.layout, fetch=self._fetch_layout, adopt=self._adopt_layout)
         self._backup = Backup(
-            shard=self._shard, state=self._state, report=self._report_backup, metrics=self._metrics, noted=recovered.backup
+            shard=self._shard,
+            moves=self._moves,
+            state=self._state,
+            report=self._report_backup,
+            metrics=self._metrics,
+            noted=recovered.backup,
         )
         self._knows_its_place = asyncio.Event()
         if recovered.layout is not None and not recovered.backup:
@@ -110,6 +128,7 @@ class ParameterServer:
         self._snapshots = SnapshotKeeper(
             directory=directory,
             shard=self._shard,
+            moves=self._moves,
             state=self._state,
             changes=self._changes,
             metrics=self._metrics,
@@ -131,6 +150,22 @@ class ParameterServer:
             pulls=self._pulls,
             metrics=self._metrics,
         )
+        self._giver = Giver(
+            shard=self._shard,
+            moves=self._moves,
+            changes=self._changes,
+            state=self._state,
+            wake=self._membership.wake,
+            channel=self._channel_settings,
+            metrics=self._metrics,
+        )
+        self._mover = Mover(
+            moves=self._moves,
+            giver=self._giver,
+            layouts=self._layouts,
+            changes=self._changes,
+            report=self._report_move,
+        )
         tickets = Tickets()
         self._bulk = BulkServer(tickets=tickets, transfers=transfers, metrics=self._metrics, tls=settings.tls)
         self._servicer = ParameterServerServicer(
@@ -142,6 +177,7 @@ class ParameterServer:
             tickets=tickets,
             bulk=self._bulk,
             snapshots=self._snapshots,
+            receiver=self._receiver,
             changes=self._changes,
             backup=self._backup,
             with_backups=lambda: self._with_backups,
@@ -186,7 +222,8 @@ class ParameterServer:
             stack.callback(self._membership.stop)
             stack.callback(self._pulls.stop)
             stack.callback(self._backup.stop)
-            self._session = CoordinatorSession(self._channel_settings(), self._registration(grpc_port, http), self)
+            coordinator = self._channel_settings(str(self._settings.coordinator))
+            self._session = CoordinatorSession(coordinator, self._registration(grpc_port, http), self)
             stack.push_async_callback(self._session.close)
             self._write_port_file(grpc_port, http)
             await self._until_over(stop, self._session)
@@ -239,14 +276,21 @@ class ParameterServer:
         self._with_backups = with_backups
         if self._recovered.backup:
             self._server_index = server_index  # what it holds may be of no use any more: that is said with the place
-        if self._server_index is not None and server_index != self._server_index:
+        if self._server_index is not None and server_index != self._server_index and not self._has_given_all():
             raise ConfigurationError(
                 f"the coordinator takes this for server {server_index} of job {self._settings.job!r}, but it holds the "
                 f"partitions of server {self._server_index}; start it with the data directory of its server id, or an empty one"
             )
+        if self._layouts.current is not None and self._layouts.current.server_index != server_index:
+            self._layouts.becomes(None)  # it was another server, which has nothing any more
         self._server_index = server_index
         self._metrics.coordinator_connected.set(1)
         logger.info("registered with the coordinator", extra={"server_index": server_index})
+
+    def _has_given_all(self) -> bool:
+        """Others have all that was here: the job can have this server for a new one."""
+        leaving = frozenset() if self._moves.leaving is None else self._moves.leaving.partitions
+        return leaving.issuperset(self._shard.partition_ids())
 
     def disconnected(self) -> None:
         """The session is broken; training goes on."""
@@ -284,6 +328,14 @@ class ParameterServer:
             return
         self._knows_its_place.set()
 
+    def settled(self, move: int, epoch: int) -> None:
+        """The coordinator has decided on all moves up to this one."""
+        self._mover.settled(move, epoch)
+
+    def ordered(self, order: MoveOrder) -> None:
+        """Partitions are to be given away."""
+        self._mover.ordered(order)
+
     def stored_bytes(self) -> int:
         """For the heartbeat, and, as often, for the gauges."""
         summary = self._shard.summary()
@@ -308,6 +360,21 @@ class ParameterServer:
         if self._session is not None:
             self._session.report_backup(epoch=epoch, in_sync=in_sync, reason=reason)
 
+    def _report_move(self, move: int, *, receiver: str = "", reason: str = "") -> None:
+        if self._session is not None:
+            self._session.report_move(move, receiver=receiver, reason=reason)
+
+    def _receiver(self, agree: Callable[[Configuration], Awaitable[Configuration]]) -> Receiver:
+        return Receiver(
+            job_id=self._settings.job,
+            shard=self._shard,
+            moves=self._moves,
+            membership=self._membership,
+            changes=self._changes,
+            layout_of=self._layouts.at_least,
+            agree=agree,
+        )
+
     async def _check_place(self) -> None:
         if not self._knows_its_place.is_set():
             with suppress(TimeoutError):
@@ -319,9 +386,33 @@ class ParameterServer:
                 reason="PLACE_UNKNOWN",
             )
 
-    def _adopt_layout(self, layout: Layout) -> None:
-        self._shard.adopt(layout)
+    async def _adopt_layout(self, layout: Layout) -> None:
+        """Raises as `Moves.check`, and UnavailableError: JOURNAL_FAILED, CHANGE_PENDING."""
+        self._moves.check(layout, before=self._layouts.current)
+        if not self._moves.changes_with(layout):
+            self._becomes(layout)  # the journal has it before the next change
+            return
+        made = self._changes.adopt(layout, lambda: self._becomes(layout))
+        await self._changes.in_time(lambda: asyncio.shield(made))
+
+    def _becomes(self, layout: Layout) -> None:
+        """This is the shard map from now on."""
+        before = self._layouts.current
+        if before is not None and layout.epoch <= before.epoch:
+            return  # who waited for it went away, and another one has brought it meanwhile
+        held, frozen = frozenset(self._shard.partition_ids()), self._shard.frozen
+        taken = frozenset[int]() if self._moves.taken is None else self._moves.taken.images.keys() & layout.partitions.keys()
+        members = self._membership.fence.members | self._membership.fence.put_out.keys()
+        self._moves.adopt(layout, before=before, members=members)
+        self._layouts.becomes(layout)
         logger.info("shard map", extra={"epoch": layout.epoch, "partitions": len(layout.partitions)})
+        if given := held - layout.partitions.keys():
+            self._metrics.moved_partitions.labels("given").inc(len(given))
+            self._giver.freed(frozen & given)
+            failpoint("move.dropped")
+        if taken:
+            self._metrics.moved_partitions.labels("taken").inc(len(taken))
+            failpoint("move.activated")
 
     def _applied(self, kind: UploadKind, upload: Upload, outcome: Outcome) -> None:
         """An upload has been applied, or was known."""
@@ -352,6 +443,8 @@ class ParameterServer:
             configuration=self._servicer.configuration,
             membership=self._members(),
             backup=self._backup.noted,
+            settled=self._moves.settled,
+            leaving=self._moves.leaving,
         )
 
     def _first_heard(self) -> None:
@@ -369,7 +462,8 @@ class ParameterServer:
         held = asyncio.create_task(session.run())
         snapshots = asyncio.create_task(self._snapshots.periodically(self._settings.snapshot_interval))
         replaced = asyncio.create_task(self._replaced.wait())
-        tasks: list[asyncio.Task[Any]] = [stopped, held, snapshots, replaced]
+        moving = asyncio.create_task(self._mover.run())
+        tasks: list[asyncio.Task[Any]] = [stopped, held, snapshots, replaced, moving]
         ends: list[asyncio.Future[Any]] = [*tasks, self._broken]
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -391,9 +485,9 @@ class ParameterServer:
             drain_timeout=settings.drain_timeout,
         )
 
-    def _channel_settings(self) -> ChannelSettings:
+    def _channel_settings(self, address: str) -> ChannelSettings:
         settings = self._settings
-        return ChannelSettings(address=str(settings.coordinator), tls=settings.tls, token=secret_value(settings.token))
+        return ChannelSettings(address=address, tls=settings.tls, token=secret_value(settings.token))
 
     def _registration(self, grpc_port: int, http: HttpServer) -> Registration:
         return this_process(

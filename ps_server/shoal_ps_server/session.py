@@ -1,4 +1,5 @@
-"""This server's session with the coordinator: registration, heartbeats, the members of each generation, and the shard map.
+"""This server's session with the coordinator: registration, heartbeats, the members of each generation, the shard map, and partitions that
+move to other servers.
 
 The session may break and be opened again at any time: pushes and pulls go on meanwhile with the members known last. Only a refusal before
 the first welcome, and a place taken over by another process of the same server_id, end the server. Belongs to the event loop.
@@ -69,6 +70,19 @@ class Place:
     """That one may take the primary's place."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class MoveOrder:
+    """The coordinator asks this server to hand partitions to another one: shoal.v1.MovePartitions."""
+
+    move: int
+    partition_ids: frozenset[int]
+    receiver_index: int
+    receiver_address: str
+    """Empty: the receiver is away."""
+    giver_incarnation: str
+    """The process that was told first."""
+
+
 class Listener(Protocol):
     """What hears the coordinator."""
 
@@ -84,6 +98,12 @@ class Listener(Protocol):
 
     def placed(self, place: Place) -> None:
         """What this server is; after every welcome, and at every change."""
+
+    def settled(self, move: int, epoch: int) -> None:
+        """The coordinator has decided on all moves up to this one: the shard map of this epoch or a newer one says how."""
+
+    def ordered(self, order: MoveOrder) -> None:
+        """Partitions are to be given away. It may come again for the same move."""
 
     def stored_bytes(self) -> int:
         """For the heartbeat."""
@@ -104,7 +124,7 @@ class Registration:
 
 
 @functools.cache
-def _incarnation() -> str:
+def incarnation() -> str:
     """What tells this process from one that was started in its place."""
     return secrets.token_hex(16)
 
@@ -118,7 +138,7 @@ def this_process(settings: PsServerSettings, *, address: str, metrics_address: s
         metrics_address=metrics_address,
         host=socket.gethostname(),
         pid=os.getpid(),
-        incarnation=_incarnation(),
+        incarnation=incarnation(),
     )
 
 
@@ -193,6 +213,13 @@ class CoordinatorSession:
             report = coordinator_pb2.BackupReport(epoch=epoch, in_sync=in_sync, reason=reason)
             self._sending.say(coordinator_pb2.ServerMessage(backup=report))
 
+    def report_move(self, move: int, *, receiver: str = "", reason: str = "") -> None:
+        """What became of a move: the incarnation of the process that has the partitions, or why none has. Lost while the session is broken:
+        the coordinator asks again."""
+        if self._sending is not None:
+            report = coordinator_pb2.MoveReport(move=move, taken=bool(receiver), receiver_incarnation=receiver, reason=reason)
+            self._sending.say(coordinator_pb2.ServerMessage(move=report))
+
     async def close(self) -> None:
         """Ends the session and its connection."""
         await self._channel.close()
@@ -217,6 +244,10 @@ class CoordinatorSession:
                         self._listener.members(directive.members.generation, tuple(directive.members.member_ids))
                     case "place":
                         self._listener.placed(_place(directive.place))
+                    case "settled":
+                        self._listener.settled(directive.settled.move, directive.settled.epoch)
+                    case "move":
+                        self._listener.ordered(_order(directive.move))
                     case "stop":
                         return str(directive.stop.reason)
         except grpc.aio.AioRpcError as error:
@@ -296,6 +327,16 @@ def _place(message: coordinator_pb2.ServerPlace) -> Place:
         primary_address=message.primary_address,
         backup_id=message.backup_id,
         in_sync=message.in_sync,
+    )
+
+
+def _order(message: coordinator_pb2.MovePartitions) -> MoveOrder:
+    return MoveOrder(
+        move=message.move,
+        partition_ids=frozenset(message.partition_ids),
+        receiver_index=message.receiver_index,
+        receiver_address=message.receiver_address,
+        giver_incarnation=message.giver_incarnation,
     )
 
 

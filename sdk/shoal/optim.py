@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from shoal_common.optim import LAMB, RowWiseAdagrad
+from shoal_common.optim import LAMB, DelayedNesterov, RowWiseAdagrad
 
-__all__ = ["LAMB", "RowWiseAdagrad"]
+__all__ = ["LAMB", "DelayedNesterov", "RowWiseAdagrad"]

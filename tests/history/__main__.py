@@ -19,7 +19,10 @@ def main() -> int:
     parser.add_argument("--seeds", default="1", help="comma-separated (default: 1)")
     parser.add_argument("--faults", type=int, default=600, help="of each seed, in all modes together (default: 600)")
     parser.add_argument(
-        "--mode", choices=MODES, action="append", help="asp, ssp or bsp; backups: asp where each server has one (default: all)"
+        "--mode",
+        choices=MODES,
+        action="append",
+        help="backups: asp where each server has one; moves: servers come and go (default: all)",
     )
     parser.add_argument("--out", type=Path, default=Path("out/chaos"), help="where histories are kept that show a violation")
     options = parser.parse_args()

@@ -19,12 +19,13 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from shoal.launcher.ports import ReservedPort
 from shoal_common.clients import ParameterServerClient
@@ -47,9 +48,15 @@ from tests.zygote.children import Child, Zygote, eventually
 
 WORKERS, SERVERS = 3, 2
 BOUND = 3
-MODES = ("asp", "ssp", "bsp", "backups")
-"""asp, ssp(BOUND), bsp, and asp where each server has a backup."""
-_CONSISTENCY = {"ssp": {"consistency": "ssp", "staleness_bound": BOUND}, "bsp": {"consistency": "bsp"}}
+MODES = ("asp", "ssp", "bsp", "backups", "moves")
+"""asp, ssp(BOUND), bsp; asp where each server has a backup; and servers that come and are drained, with each of the three in turn."""
+MOST_SERVERS = 3
+"""With moves."""
+_CONSISTENCY: dict[str, dict[str, Any]] = {
+    "asp": {},
+    "ssp": {"consistency": "ssp", "staleness_bound": BOUND},
+    "bsp": {"consistency": "bsp"},
+}
 LEASE_MS = 3000
 """A worker that stands still for longer is put out."""
 
@@ -92,6 +99,15 @@ _BACKUP_FAILPOINTS = {
     "backup.promoted": 1,
 }
 """Of servers that are backups, or have some."""
+_MOVE_FAILPOINTS = {
+    "move.frozen": 2,
+    "move.taken": 2,
+    "move.noted": 2,
+    "move.reported": 2,
+    "move.activated": 2,
+    "move.dropped": 2,
+}
+"""Of servers that get partitions of each other."""
 _WORKER_FAILPOINTS = {"exchange.server_answered": 100, "exchange.done": 50}
 _COORDINATOR_FAILPOINTS = {"decision.before_write": 30, "decision.written": 30}
 
@@ -111,6 +127,8 @@ class _Target:
     doomed: str = ""
     """What ends it: the fault that was done to it."""
     stopped: bool = False
+    leaves: bool = False
+    """It is to be drained: once it ends well, it comes back no more."""
 
     @property
     def undisturbed(self) -> bool:
@@ -125,7 +143,8 @@ class Campaign:
         self._directory = directory
         self._mode, self._seed = mode, seed
         self._backups = int(mode == "backups")
-        self._server_count = SERVERS * (1 + self._backups)
+        self._moves = int(mode == "moves")
+        self._consistency = mode if mode in _CONSISTENCY else ("asp", "ssp", "bsp")[seed % 3] if self._moves else "asp"
         self._goal = faults
         self._chance = random.Random(f"{mode} {seed}")
         self._history = directory / "history"
@@ -134,27 +153,31 @@ class Campaign:
         self._job_id = f"job-{uuid.uuid4().hex[:8]}"
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
+        self._places = itertools.count()
         self._members = itertools.count()
         self._faults: Counter[str] = Counter()
         self._snapshots = 0
         self._restarts = 0
         self._put_out = 0
+        self._drained = 0
         self._unexpected: list[Violation] = []
         self._read: dict[Path, int] = {}
         self._acknowledged = 0
         self._progress_at = 0
         self._ending = False
+        self._over = threading.Event()
 
     def run(self) -> Verdict:
         """All of it. Everything that it starts is gone when it returns."""
         begun = time.monotonic()
-        with ExitStack() as stack:
-            self._start(stack)
+        with ExitStack() as self._stack:
+            self._start(self._stack)
             eventually(lambda: self._progress() > 0, "the first push to be acknowledged")
-            stack.enter_context(self._snapshots_being_asked_for())
+            self._stack.enter_context(self._snapshots_being_asked_for())
             self._strike_until_enough()
             self._end_well()
-        return self._judge(time.monotonic() - begun)
+            owners = {} if self._unexpected else self._owners()
+        return self._judge(time.monotonic() - begun, owners)
 
     # ------------------------------------------------------------------------------------------------------------ starting
 
@@ -162,28 +185,32 @@ class Campaign:
         for path in (self._directory, self._history):
             path.mkdir(parents=True, exist_ok=True)
         self._redis_port = stack.enter_context(ReservedPort())
-        self._ports = [stack.enter_context(ReservedPort()) for _ in range(self._server_count)]
+        self._ports: list[ReservedPort] = []
+        self._links: list[Relay] = []
         self._redis = EmbeddedRedis(self._directory / "redis", port=self._redis_port.port)
         stack.callback(self._close_redis)
         self._coordinator = Coordinator(self._zygote, self._directory, "--redis", self._redis.url).start()
         stack.callback(self._coordinator.close)
         self._relay = stack.enter_context(Relay(self._coordinator.address))
-        self._links = [stack.enter_context(Relay(f"127.0.0.1:{port.port}")) for port in self._ports]
         with self._coordinator.client() as client:
             spec = pb.JobSpec(job_id=self._job_id, min_workers=1, max_workers=8, parameter_servers=SERVERS, lease_ms=LEASE_MS)
             spec.parameter_server_backups = self._backups
+            spec.max_parameter_servers = MOST_SERVERS if self._moves else SERVERS
             client.create_job(spec)
         first = self._coordinator.process
         self._boss = _Target(name="coordinator", start=self._start_coordinator, failpoints=_COORDINATOR_FAILPOINTS, child=first)
-        failpoints = _SERVER_FAILPOINTS | (_BACKUP_FAILPOINTS if self._backups else {})
-        self._servers = [
-            _Target(name=f"server-{index}", start=partial(self._start_server, index), failpoints=failpoints)
-            for index in range(self._server_count)
-        ]
+        self._servers = [self._new_server() for _ in range(SERVERS * (1 + self._backups))]
         self._workers = [_Target(name=f"worker-{i}", start=self._start_worker, failpoints=_WORKER_FAILPOINTS) for i in range(WORKERS)]
         for target in (*self._servers, *self._workers):
             target.child = target.start("")
         stack.callback(self._kill_all)
+
+    def _new_server(self) -> _Target:
+        index = next(self._places)
+        self._ports.append(self._stack.enter_context(ReservedPort()))
+        self._links.append(self._stack.enter_context(Relay(f"127.0.0.1:{self._ports[index].port}")))
+        failpoints = _SERVER_FAILPOINTS | (_BACKUP_FAILPOINTS if self._backups else {}) | (_MOVE_FAILPOINTS if self._moves else {})
+        return _Target(name=f"server-{index}", start=partial(self._start_server, index), failpoints=failpoints)
 
     def _close_redis(self) -> None:
         self._redis.close()  # the last one of them
@@ -210,7 +237,7 @@ class Campaign:
 
     def _start_worker(self, armed: str) -> Child:
         number = next(self._members)
-        options = {"lease_ahead": 2.0, **_CONSISTENCY.get(self._mode, {})}
+        options = {"lease_ahead": 2.0, **_CONSISTENCY[self._consistency]}
         config = {"end": str(self._end), "seed": self._seed * 1000 + number, "longest_step_s": 0.01, "options": options}
         environment = {
             recording.DIRECTORY: str(self._history),
@@ -247,7 +274,7 @@ class Campaign:
         """Does what is due, and looks who has ended."""
         while self._agenda and self._agenda[0][0] <= now:
             heapq.heappop(self._agenda)[2]()
-        for target in (self._boss, *self._servers, *self._workers):
+        for target in [self._boss, *self._servers, *self._workers]:
             if target.child is not None and target.child.ended.is_set():
                 self._ended(target, target.child)
 
@@ -260,6 +287,10 @@ class Campaign:
                 self._faults[f"{_kind(target)} killed at a failpoint"] += 1
         elif target in self._workers and child.status == PUT_OUT:
             self._put_out += 1
+        elif target.leaves and child.status == 0:
+            self._servers.remove(target)
+            self._drained += 1
+            return
         elif not (target.doomed == "told to end" and child.status in (0, -signal.SIGTERM)):  # it may have been only just starting
             said = child.said()[-3000:]
             self._unexpected.append(Violation(f"{target.name} ended by itself with status {child.status}; it said:\n{said}"))
@@ -271,8 +302,9 @@ class Campaign:
         if self._ending or self._chance.random() < 0.6:
             target.armed = ""
         else:
-            backups = self._backups and target in self._servers and self._chance.random() < 0.5
-            name = self._chance.choice(sorted(_BACKUP_FAILPOINTS if backups else target.failpoints))
+            special = _BACKUP_FAILPOINTS if self._backups else _MOVE_FAILPOINTS if self._moves else {}
+            between = special and target in self._servers and self._chance.random() < 0.5
+            name = self._chance.choice(sorted(special if between else target.failpoints))
             target.armed = f"{name}@{self._chance.randint(1, target.failpoints[name])}=kill"
         target.child = target.start(target.armed)
         self._restarts += 1
@@ -292,7 +324,8 @@ class Campaign:
             (4, self._cut),
             (2, self._drop),
             (1, self._restart_redis),
-            (2 * self._backups, self._kill_two),
+            (2 * (self._backups or self._moves), self._kill_two),
+            (8 * self._moves, self._come_or_go),
             (2 * self._backups, self._kill_with_coordinator),
         )
         strike = self._chance.choices([each for _, each in kinds], [weight for weight, _ in kinds])[0]
@@ -318,6 +351,30 @@ class Campaign:
         """So that the server may come back before anybody can say what it is."""
         self._kill(self._boss)
         self._kill(self._chance.choice(self._servers))
+
+    def _come_or_go(self) -> None:
+        """A server comes, or one is drained."""
+        if len(self._servers) < MOST_SERVERS:
+            target = self._new_server()
+            self._servers.append(target)
+            armed = f"{self._chance.choice(sorted(_MOVE_FAILPOINTS))}@1=kill" if self._chance.random() < 0.3 else ""
+            target.armed, target.child = armed, target.start(armed)
+            self._faults["server added"] += 1
+        elif not any(each.leaves for each in self._servers):
+            target = self._chance.choice(self._servers)
+            target.leaves = True
+            thread = threading.Thread(target=self._drain, args=(target.name,))
+            thread.start()
+            self._stack.callback(thread.join)
+            self._faults["server drained"] += 1
+
+    def _drain(self, server_id: str) -> None:
+        """Asks until the coordinator has heard it, which may be away."""
+        while not self._over.is_set():
+            with suppress(ShoalError), self._coordinator.client() as client:
+                client.drain_server(self._job_id, server_id, reason="it is its turn")
+                return
+            self._over.wait(0.2)
 
     def _send_away(self, target: _Target) -> None:
         if self._may_disturb(target):
@@ -363,10 +420,9 @@ class Campaign:
     @contextmanager
     def _snapshots_being_asked_for(self) -> Iterator[None]:
         chance = random.Random(self._seed)
-        over = threading.Event()
 
         def ask() -> None:
-            while not over.wait(chance.expovariate(1 / _SNAPSHOT_PACE_S)):
+            while not self._over.wait(chance.expovariate(1 / _SNAPSHOT_PACE_S)):
                 settings = ChannelSettings(address=f"127.0.0.1:{chance.choice(self._ports).port}", attempts=1)
                 with suppress(ShoalError), ParameterServerClient(settings) as client:  # it may be away, or go away meanwhile
                     client.snapshot(self._job_id, deadline=timedelta(seconds=3))
@@ -377,7 +433,7 @@ class Campaign:
         try:
             yield
         finally:
-            over.set()
+            self._over.set()
             thread.join()
 
     # ------------------------------------------------------------------------------------------------------------- progress
@@ -430,8 +486,18 @@ class Campaign:
                 self._unexpected.append(Violation(f"{', '.join(each.name for each in waiting)} did not come to the end; {said}"))
             time.sleep(_LOOK_S)
 
-    def _held_at_the_end(self, server_id: str) -> Path:
-        """A snapshot of all that a server's data directory has: one with a backup in sync writes none of its own."""
+    def _owners(self) -> Mapping[str, frozenset[int]]:
+        """Primary -> its partitions."""
+        with self._coordinator.client() as client:
+            shard_map = client.get_shard_map(self._job_id).shard_map
+        return {
+            server.server_id: frozenset(each.partition_id for each in shard_map.partitions if each.primary == server.server_index)
+            for server in shard_map.servers
+        }
+
+    def _held_at_the_end(self, server_id: str, owned: frozenset[int]) -> Path:
+        """A snapshot of what a server has on disk of its partitions: one with a backup in sync writes none of its own, and one that
+        ends may have some still that another one has taken."""
         path = self._directory / f"{server_id}-at-the-end.safetensors"
         with DataDirectory(self._directory / server_id) as directory:
             recovered = directory.recover(job_id=self._job_id, server_id=server_id)
@@ -444,18 +510,18 @@ class Campaign:
             configuration=recovered.configuration,
             membership=recovered.members,
         )
-        images = (shard.image(partition_id) for partition_id in shard.partition_ids())
+        images = (shard.image(partition_id) for partition_id in shard.partition_ids() if partition_id in owned)
         write_snapshot(path, ServerImage(state=state, partitions=tuple(image for image in images if image is not None)))
         return path
 
-    def _judge(self, seconds: float) -> Verdict:
+    def _judge(self, seconds: float, owners: Mapping[str, frozenset[int]]) -> Verdict:
         verdict = Verdict(mode=self._mode, seed=self._seed, faults=self._faults, seconds=seconds)
         history = History.read(self._history)
         if self._unexpected:
             verdict.broken["every process goes on, or comes back"] = self._unexpected
         job = Job(
             records=self._records,
-            snapshots=[] if self._unexpected else list(map(self._held_at_the_end, history.primaries())),
+            snapshots=[self._held_at_the_end(*each) for each in owners.items()],
             adam=training.ADAM,
             batch_size=training.BATCH_SIZE,
             bound=BOUND if self._mode == "ssp" else None,
@@ -471,6 +537,7 @@ class Campaign:
             "snapshots": self._snapshots,
             "processes started again": self._restarts,
             "members put out": self._put_out,
+            "servers drained": self._drained,
         }
         return verdict
 

@@ -21,7 +21,7 @@ A worker writes, around its calls of `ParameterServerClient`:
     {"kind": "starts", "t", "of", "pid", "address"}                  before it has recovered; `address`: where clients reach it
     {"kind": "placed", "t", "of", "span", "index", "epoch", "follows", "serves"}              a primary hears what it is from now on;
                                                         `follows`: a backup; `serves`: it may
-    {"kind": "restored", "t", "of", "span", "partition", "version", "digest"}                 out of a snapshot, or of the primary's copy
+    {"kind": "restored", "t", "of", "span", "partition", "version", "digest"}                 out of a snapshot, or of another server's copy
     {"kind": "applied", "t", "of", "span", "partition", "version", "member", "sequence", "batch", "clock", "gradient", "digest", "again"}
                                                         `version`, `digest`: after it; `gradient`: its digest; `sequence` 0: first values;
                                                         `again`: by a recovery, or by a backup
@@ -211,9 +211,12 @@ def recording_shard(recorder: Recorder) -> type[Shard]:
             self._again = False
             images = tuple(restored)
             for image in images:
-                values = digest(bytes_of(image.values))
-                recorder.write("restored", span=self.span, partition=image.spec.partition_id, version=image.version, digest=values)
+                self._restored(image)
             super().__init__(restored=images, **more)
+
+        def put(self, image: PartitionImage) -> None:
+            self._restored(image)
+            super().put(image)
 
         def apply(self, admitted: Admitted) -> Outcome:
             outcome = super().apply(admitted)
@@ -246,6 +249,10 @@ def recording_shard(recorder: Recorder) -> type[Shard]:
             with super().reading(partition_id, *codec) as reading:
                 yield reading
                 recorder.write("sent", span=self.span, partition=partition_id, version=reading.version)
+
+        def _restored(self, image: PartitionImage) -> None:
+            values = digest(bytes_of(image.values))
+            recorder.write("restored", span=self.span, partition=image.spec.partition_id, version=image.version, digest=values)
 
         def _applied(self, header: UploadHeader, version: int, values: torch.Tensor, *, again: bool) -> None:
             after = self._partitions[header.spec.partition_id].values
@@ -296,8 +303,8 @@ def recording_membership(recorder: Recorder) -> type[Membership]:
                 recorder.write("finished", member=member, clock=clock, place=place)
             super().finished(member, clock, place=place)
 
-        async def proceed(self, member: str, generation: int, *, wait: timedelta) -> None:
-            await super().proceed(member, generation, wait=wait)
+        async def proceed(self, member: str, generation: int, *, wait: timedelta, **more: Any) -> None:
+            await super().proceed(member, generation, wait=wait, **more)
             recorder.write("turn", member=member)
 
     return RecordingMembership

@@ -67,6 +67,11 @@ class CoordinatorClient:
         request = pb.DrainMemberRequest(job_id=job_id, member_id=member_id, rank=rank, reason=reason)
         return self._caller.unary("DrainMember", request, pb.DrainMemberResponse, deadline)
 
+    def drain_server(self, job_id: str, server_id: str, *, reason: str = "", deadline: timedelta | None = None) -> pb.DrainServerResponse:
+        """Returns at once; `ServerStatus.draining` is true until the server has given all away and has ended."""
+        request = pb.DrainServerRequest(job_id=job_id, server_id=server_id, reason=reason)
+        return self._caller.unary("DrainServer", request, pb.DrainServerResponse, deadline)
+
     def stop_job(self, job_id: str, *, reason: str = "", deadline: timedelta | None = None) -> pb.StopJobResponse:
         return self._caller.unary("StopJob", pb.StopJobRequest(job_id=job_id, reason=reason), pb.StopJobResponse, deadline)
 

@@ -172,12 +172,19 @@ class ParameterServerClient:
         has_read: bool = False,
         place: int = 0,
         generation: int = 0,
+        shard_map_epoch: int = 0,
         deadline: timedelta | None = None,
     ) -> pb.AdvanceClockResponse:
         """Tells that the member has finished iteration `clock`; with `has_read`, that it has read the values that this iteration ended with
-        (bsp). `place`, `generation`: as in AdvanceClockRequest."""
+        (bsp). `place`, `generation`, `shard_map_epoch`: as in AdvanceClockRequest."""
         request = pb.AdvanceClockRequest(
-            job_id=job_id, member_id=member_id, clock=clock, has_read=has_read, place=place, generation=generation
+            job_id=job_id,
+            member_id=member_id,
+            clock=clock,
+            has_read=has_read,
+            place=place,
+            generation=generation,
+            shard_map_epoch=shard_map_epoch,
         )
         return self._caller.unary("AdvanceClock", request, pb.AdvanceClockResponse, deadline)
 

@@ -17,7 +17,7 @@ from shoal_coordinator.membership.spec import Policy
 from shoal_coordinator.membership.state import Departure, JobState, Member, MemberPhase, Now, Server
 
 _MAPPINGS = frozenset({"members", "departed", "servers", "loaders", "population"})
-_WRITTEN_APART = frozenset({"generation", "layout"})
+_WRITTEN_APART = frozenset({"generation", "layout", "moves"})
 IN_MEMORY = frozenset(
     [
         "grace_until_ms",
@@ -30,6 +30,8 @@ IN_MEMORY = frozenset(
         "kept_out_until_ms",
         "standby_text",
         "looked_ms",
+        "look_at_moves_ms",
+        "failed_moves",
         "fresh_failures",
     ]
 )
@@ -45,6 +47,7 @@ class Changes:
     """Whether any of the small fields changed: phase, number, accusations and so on."""
     generation: bool
     layout: bool
+    moves: bool
     members: frozenset[str]
     departed: frozenset[str]
     servers: frozenset[str]
@@ -69,6 +72,7 @@ class Draft:
         self.number = state.number
         self.generation = state.generation
         self.layout = state.layout
+        self.moves = state.moves
         self.last_order = state.last_order
         self.accusations = state.accusations
         self.ending = state.ending
@@ -84,6 +88,8 @@ class Draft:
         self.kept_out_until_ms = state.kept_out_until_ms
         self.standby_text = state.standby_text
         self.looked_ms = state.looked_ms
+        self.look_at_moves_ms = state.look_at_moves_ms
+        self.failed_moves = state.failed_moves
         self.fresh_failures = state.fresh_failures
 
         self.broken: list[str] = []
@@ -240,6 +246,7 @@ class Draft:
             departed=self.departed,
             servers=self.servers,
             layout=self.layout,
+            moves=self.moves,
             loaders=loaders if changed_loaders else self._before.loaders,
             last_order=self.last_order,
             accusations=self.accusations,
@@ -257,12 +264,15 @@ class Draft:
             kept_out_until_ms=self.kept_out_until_ms,
             standby_text=self.standby_text,
             looked_ms=self.looked_ms,
+            look_at_moves_ms=self.look_at_moves_ms,
+            failed_moves=self.failed_moves,
             fresh_failures=self.fresh_failures,
         )
         changes = Changes(
             header=any(getattr(state, name) != getattr(self._before, name) for name in _HEADER),
             generation=state.generation is not self._before.generation,
             layout=state.layout is not self._before.layout,
+            moves=state.moves != self._before.moves,
             members=frozenset(self._changed_members),
             departed=frozenset(self._changed_departed),
             servers=frozenset(self._changed_servers),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from shoal_common.errors import ShoalError
 
-from shoal_coordinator.membership.state import Generation, ServerRole
+from shoal_coordinator.membership.state import Generation, Move, ServerRole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +103,34 @@ class SendPlace:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SendSettled:
+    """Tell a primary that all moves up to `move` are settled: shoal.v1.MovesSettled."""
+
+    server_id: str
+    move: int
+    epoch: int
+    """The shard map's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendMove:
+    """Tell the primary of `move.giver` to hand partitions over: shoal.v1.MovePartitions."""
+
+    server_id: str
+    move: Move
+    receiver_address: str
+    """Empty: the receiver is away, or does not serve yet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopServer:
+    """Tell one server to end: its place was left."""
+
+    server_id: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class StopServers:
     """Tell all servers that the job is over and nobody is left."""
 
@@ -120,6 +148,9 @@ Effect = (
     | EndServerSession
     | SendMembers
     | SendPlace
+    | SendSettled
+    | SendMove
+    | StopServer
     | StopServers
 )
 
@@ -131,7 +162,8 @@ class Record:
     kind: str
     """job_created, member_joined, member_ready, member_lost, member_left, member_quarantined, drain_requested, generation_formed,
     collective_failed, job_on_hold, step_stands, straggler_found, generations_lost, stop_requested, job_failed, job_finished,
-    server_registered, server_lost, server_promoted, backup_in_sync, backup_dropped or tensors_declared."""
+    server_registered, server_lost, server_promoted, backup_in_sync, backup_dropped, tensors_declared, partitions_moved, move_failed,
+    server_draining or server_drained."""
     generation: int = 0
     member_id: str = ""
     attributes: Mapping[str, str] = field(default_factory=dict)

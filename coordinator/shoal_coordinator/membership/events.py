@@ -154,6 +154,26 @@ class BackupReported:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MoveReported:
+    """A server says what became of a move of its partitions: shoal.v1.MoveReport."""
+
+    server_id: str
+    """The giver's."""
+    move: int
+    taken: bool
+    receiver_incarnation: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerDrainRequested:
+    """Someone asks that a parameter server's place is left."""
+
+    server_id: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class TensorsDeclared:
     """A worker says what its model consists of."""
 
@@ -192,6 +212,8 @@ Event = (
     | ServerRegistered
     | ServerLost
     | BackupReported
+    | MoveReported
+    | ServerDrainRequested
     | TensorsDeclared
     | BatchesLeased
 )

@@ -43,7 +43,7 @@ def batches_leased(draft: Draft, event: BatchesLeased) -> Leased:
     if ledger.batches != event.batches_in_epoch:
         raise InvalidRequestError(
             f"batches_in_epoch={event.batches_in_epoch}: epoch {event.epoch} of loader {event.loader!r} has {ledger.batches}; "
-            "all members must use the same data set and batch size",
+            "all members must use the same data set, batch size and inner_steps",
             reason=Refusal.BATCHES_CONFLICT,
         )
     repeated = ledger.repeated(event.member_id, event.sequence) if event.sequence else None

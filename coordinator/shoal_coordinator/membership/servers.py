@@ -1,4 +1,4 @@
-"""Parameter servers: who is the primary of a place, who its backup, and the layout of a model's tensors over the places.
+"""Parameter servers: who is the primary of a place, who its backup, and the first layout of a model's tensors over the places.
 
 A place has an epoch, which its primary's record carries: it grows when the primary changes, and when a backup comes, is lost or is dropped.
 A backup is in sync from its primary's word on until it is lost, or the primary says that it is so no more; meanwhile the primary
@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from shoal_common.errors import InvalidRequestError, LimitError, PreconditionError, UnavailableError
 
 from shoal_coordinator.membership.draft import Draft
-from shoal_coordinator.membership.effects import EndServerSession, Record, SendMembers, SendPlace
+from shoal_coordinator.membership.effects import EndServerSession, Record, SendMembers
 from shoal_coordinator.membership.events import BackupReported, Ending, ServerLost, ServerRegistered, TensorsDeclared
+from shoal_coordinator.membership.places import holds_something, next_epoch, of_place, primaries, tell_all_settled, tell_place
 from shoal_coordinator.membership.reasons import Refusal
 from shoal_coordinator.membership.shards import MOST_PIECES, ShardLayout, TensorSpec, count_pieces, lay_out
 from shoal_coordinator.membership.state import JobPhase, MemberPhase, Server, ServerRole
@@ -63,12 +64,13 @@ def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
         }
         draft.records.append(Record(kind="server_registered", attributes=attributes))
         if server.role is ServerRole.BACKUP and (known is None or not known.alive):
-            _next_epoch(draft, server.index)
-    primary = _of_place(draft, server.index, ServerRole.PRIMARY)
+            next_epoch(draft, server.index)
+    primary = of_place(draft, server.index, ServerRole.PRIMARY)
     if primary is not None and not primary.alive:
         _promote(draft, primary)  # before there is a layout
+    draft.look_at_moves_ms = draft.now.ms
     draft.effects.append(SendMembers(generation=draft.number, member_ids=_training(draft), server_id=server.server_id))
-    _tell_place(draft, server.index)
+    tell_place(draft, server.index)
     return Registered(index=server.index)
 
 
@@ -79,16 +81,17 @@ def server_lost(draft: Draft, event: ServerLost) -> None:
     if server is None or not server.alive:
         return
     draft.put_server(replace(server, alive=False, in_sync=False))
+    draft.look_at_moves_ms = draft.now.ms
     attributes = {"server_id": server.server_id, "server_index": str(server.index), "ending": event.ending}
     draft.records.append(Record(kind="server_lost", attributes=attributes))
     if event.ending is Ending.LEASE_EXPIRED:
         error = PreconditionError(f"server {server.server_id} sent no heartbeat for {draft.spec.lease_ms} ms", reason=Refusal.LEASE_EXPIRED)
         draft.effects.append(EndServerSession(server_id=server.server_id, error=error))
     if server.role is ServerRole.BACKUP:
-        _next_epoch(draft, server.index)
+        next_epoch(draft, server.index)
     else:
         _promote(draft, server)
-    _tell_place(draft, server.index)
+    tell_place(draft, server.index)
 
 
 def backup_reported(draft: Draft, event: BackupReported) -> None:
@@ -96,55 +99,27 @@ def backup_reported(draft: Draft, event: BackupReported) -> None:
     primary = draft.servers.get(event.server_id)
     if primary is None or not primary.alive or primary.role is not ServerRole.PRIMARY or primary.epoch != event.epoch:
         return
-    backup = _of_place(draft, primary.index, ServerRole.BACKUP)
+    backup = of_place(draft, primary.index, ServerRole.BACKUP)
     if backup is None or not backup.alive or (backup.in_sync and event.in_sync):
         return
     draft.put_server(replace(backup, in_sync=event.in_sync))
+    draft.look_at_moves_ms = draft.now.ms
     attributes = {"server_id": backup.server_id, "server_index": str(backup.index), "primary": primary.server_id, "reason": event.reason}
     draft.records.append(Record(kind="backup_in_sync" if event.in_sync else "backup_dropped", attributes=attributes))
     if not event.in_sync:
-        _next_epoch(draft, primary.index)
-    _tell_place(draft, primary.index)
+        next_epoch(draft, primary.index)
+    tell_place(draft, primary.index)
 
 
 def _promote(draft: Draft, lost: Server) -> None:
     """The backup takes the place of its primary, which was lost, if it may; that one will be its backup."""
-    backup = _of_place(draft, lost.index, ServerRole.BACKUP)
+    backup = of_place(draft, lost.index, ServerRole.BACKUP)
     if backup is None or not backup.alive or not (backup.in_sync or draft.layout is None):
         return
     draft.put_server(replace(lost, role=ServerRole.BACKUP, alive=False, in_sync=False))
     draft.put_server(replace(backup, role=ServerRole.PRIMARY, epoch=lost.epoch + 1, in_sync=False))
     attributes = {"server_id": backup.server_id, "server_index": str(backup.index), "before": lost.server_id}
     draft.records.append(Record(kind="server_promoted", attributes=attributes))
-
-
-def _of_place(draft: Draft, index: int, role: ServerRole) -> Server | None:
-    return next((server for server in draft.servers.values() if server.index == index and server.role is role), None)
-
-
-def _next_epoch(draft: Draft, index: int) -> None:
-    """Begins the place's next epoch: what its primary has to say of the one before does not count any more."""
-    primary = _of_place(draft, index, ServerRole.PRIMARY)
-    assert primary is not None, "a backup is one of a primary, which keeps its place until the backup has it"
-    draft.put_server(replace(primary, epoch=primary.epoch + 1))
-
-
-def _tell_place(draft: Draft, index: int) -> None:
-    """Both servers of a place, as far as they are there."""
-    primary, backup = _of_place(draft, index, ServerRole.PRIMARY), _of_place(draft, index, ServerRole.BACKUP)
-    assert primary is not None, "a place that has a backup has a primary"
-    for server in (primary, backup):
-        if server is not None and server.alive:
-            draft.effects.append(
-                SendPlace(
-                    server_id=server.server_id,
-                    epoch=primary.epoch,
-                    role=server.role,
-                    primary_address=primary.address if primary.alive else "",
-                    backup_id=backup.server_id if backup is not None and backup.alive else "",
-                    in_sync=backup is not None and backup.in_sync,
-                )
-            )
 
 
 def tensors_declared(draft: Draft, event: TensorsDeclared) -> ShardLayout:
@@ -156,7 +131,7 @@ def tensors_declared(draft: Draft, event: TensorsDeclared) -> ShardLayout:
                 "all workers must build the same model, with the same parameter groups in the optimizer",
                 reason=Refusal.TENSORS_CONFLICT,
             )
-        _check_all_have_addresses(draft)
+        _check_all_have_addresses(draft, draft.layout)
         return draft.layout
     wanted = draft.spec.parameter_servers
     if wanted == 0:
@@ -169,21 +144,23 @@ def tensors_declared(draft: Draft, event: TensorsDeclared) -> ShardLayout:
             f"the tensors make {pieces} pieces of at most 8 MiB; a job holds {MOST_PIECES}: put small tensors together",
             reason=Refusal.TENSORS_LIMIT,
         )
-    there = sum(server.serves for server in draft.servers.values())
-    if there < wanted:
+    there = [index for index, primary in primaries(draft).items() if primary.serves]
+    if len(there) < wanted:
         raise UnavailableError(
-            f"job {draft.spec.job_id} waits for its parameter servers: {there} of {wanted} are registered", reason=Refusal.NO_SERVERS
+            f"job {draft.spec.job_id} waits for its parameter servers: {len(there)} of {wanted} are registered", reason=Refusal.NO_SERVERS
         )
-    draft.layout = lay_out(event.tensors, wanted)
-    attributes = {"tensors": str(len(event.tensors)), "partitions": str(len(draft.layout.partitions)), "servers": str(wanted)}
+    draft.layout = lay_out(event.tensors, there)
+    attributes = {"tensors": str(len(event.tensors)), "partitions": str(len(draft.layout.partitions)), "servers": str(len(there))}
     draft.records.append(Record(kind="tensors_declared", attributes=attributes))
+    draft.look_at_moves_ms = draft.now.ms
+    tell_all_settled(draft)
     return draft.layout
 
 
-def _check_all_have_addresses(draft: Draft) -> None:
+def _check_all_have_addresses(draft: Draft, layout: ShardLayout) -> None:
     """A backup that has just been made the primary will tell its own."""
-    for index in range(draft.spec.parameter_servers):
-        primary = _of_place(draft, index, ServerRole.PRIMARY)
+    for index in layout.shares:
+        primary = of_place(draft, index, ServerRole.PRIMARY)
         if primary is None or not primary.address:
             raise UnavailableError(
                 f"job {draft.spec.job_id} waits for the primary of its parameter server {index} to serve", reason=Refusal.NO_SERVERS
@@ -191,25 +168,36 @@ def _check_all_have_addresses(draft: Draft) -> None:
 
 
 def _newcomer(draft: Draft, event: ServerRegistered) -> Server:
-    """The place of a server that was never here: the first without a primary, or, in a job with backups, the first without a backup."""
-    servers, backups = draft.spec.parameter_servers, draft.spec.parameter_server_backups
-    for role, places in ((ServerRole.PRIMARY, range(servers)), (ServerRole.BACKUP, range(servers if backups else 0))):
-        for index in places:
-            holder = _of_place(draft, index, role)
-            # Nothing is stored with a primary before there is a layout, and a backup that is gone has nothing that counts.
-            if holder is not None and not holder.alive and (role is ServerRole.BACKUP or draft.layout is None):
-                draft.remove_server(holder.server_id)
-                holder = None
-            if holder is None:
-                return Server(
-                    server_id=event.server_id, index=index, address="", metrics_address="", host="", pid=0, alive=False, role=role
-                )
+    """The place of a server that was never here: the first without a primary; in a job with backups, the first without a backup; then a
+    further one, as long as the job may have more of them."""
+    places = primaries(draft)
+    staying = [index for index in places if index not in draft.moves.draining]
+    for index in sorted({*staying, *(range(draft.spec.parameter_servers) if draft.layout is None else ())}):
+        primary = places.get(index)
+        if primary is None:
+            return _placed(event, index)
+        if not primary.alive and not holds_something(draft, index):
+            draft.remove_server(primary.server_id)  # nothing is stored with it
+            return replace(_placed(event, index), epoch=primary.epoch + 1)
+    for index in staying if draft.spec.parameter_server_backups else ():
+        backup = of_place(draft, index, ServerRole.BACKUP)
+        if backup is None or not backup.alive:
+            if backup is not None:
+                draft.remove_server(backup.server_id)  # what it has does not count
+            return _placed(event, index, ServerRole.BACKUP)
+    if len(staying) < draft.spec.max_parameter_servers:
+        return _placed(event, next(index for index in range(len(places) + 1) if index not in places))
     holders = ", ".join(server.server_id for server in sorted(draft.servers.values(), key=lambda s: s.index)[:8])
-    beside = f" and {servers} backups of them" if backups else ""
+    beside = f" and {len(staying)} backups of them" if draft.spec.parameter_server_backups else ""
     raise PreconditionError(
-        f"job {draft.spec.job_id} has its {servers} parameter servers{beside} ({holders}); {event.server_id} is one too many",
+        f"job {draft.spec.job_id} has its {len(staying)} parameter servers{beside} ({holders}); {event.server_id} is one too many: create "
+        "the job with more of them, or with a larger max_parameter_servers (--max-servers)",
         reason=Refusal.SERVERS_COMPLETE,
     )
+
+
+def _placed(event: ServerRegistered, index: int, role: ServerRole = ServerRole.PRIMARY) -> Server:
+    return Server(server_id=event.server_id, index=index, address="", metrics_address="", host="", pid=0, alive=False, role=role)
 
 
 def _training(draft: Draft) -> tuple[str, ...]:

@@ -1,11 +1,12 @@
-"""How a model's tensors are packed into partitions and spread over parameter servers. Pure values and one pure function."""
+"""How a model's tensors are packed into partitions and spread over parameter servers. Pure values and functions."""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final
 
 from shoal_common.tables.declaration import TableSpec
@@ -75,6 +76,15 @@ class Partition:
     bucket: Bucket | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """What one server owns."""
+
+    partitions: int
+    nbytes: int
+    """Bytes of their values; the optimizer's state is not counted."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ShardLayout:
     """Who owns what."""
@@ -85,13 +95,48 @@ class ShardLayout:
     partitions: tuple[Partition, ...]
     """Together they cover each element once. A tensor without elements is in none. Then come the tables' buckets."""
 
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each partition's values; of a bucket, which grows, what it may come to, or as much as the largest piece."""
+        items = [ITEM_BYTES[tensor.dtype] for tensor in self.tensors]
+
+        def size(partition: Partition) -> int:
+            if partition.bucket is None:
+                return sum(piece.length * items[piece.tensor_index] for piece in partition.pieces)
+            tensor = self.tensors[partition.bucket.tensor_index]
+            assert tensor.table is not None
+            whole = -(-tensor.nbytes // tensor.table.buckets)
+            return min(whole, LARGEST_PIECE_BYTES) if whole else LARGEST_PIECE_BYTES
+
+        return tuple(map(size, self.partitions))
+
+    @cached_property
+    def shares(self) -> Mapping[int, Share]:
+        """What each server owns, by its index; who owns nothing is not there."""
+        shares: dict[int, Share] = {}
+        for partition, size in zip(self.partitions, self.sizes, strict=True):
+            before = shares.get(partition.primary, Share(partitions=0, nbytes=0))
+            shares[partition.primary] = Share(partitions=before.partitions + 1, nbytes=before.nbytes + size)
+        return shares
+
+    def is_frozen(self, partition: Partition) -> bool:
+        """Whether it is of tensors that are never trained: all of a partition's tensors are alike in that."""
+        return partition.bucket is None and self.tensors[partition.pieces[0].tensor_index].frozen
+
+    def moved(self, partition_ids: Collection[int], receiver: int) -> ShardLayout:
+        """The layout of the next epoch, in which `receiver` owns these partitions."""
+        partitions = list(self.partitions)
+        for partition_id in partition_ids:
+            partitions[partition_id] = replace(partitions[partition_id], primary=receiver)
+        return replace(self, epoch=self.epoch + 1, partitions=tuple(partitions))
+
 
 def count_pieces(tensors: Sequence[TensorSpec]) -> int:
     """How many pieces and buckets `lay_out` will make."""
     return sum(-(-tensor.elements // _longest(tensor)) if tensor.table is None else tensor.table.buckets for tensor in tensors)
 
 
-def lay_out(tensors: Sequence[TensorSpec], servers: int) -> ShardLayout:
+def lay_out(tensors: Sequence[TensorSpec], servers: Sequence[int]) -> ShardLayout:
     """Packs tensors into partitions and gives each to the server with the fewest bytes so far, largest partitions first.
 
     Tensors of one dtype are packed together in the order of their declaration; those above 8 MiB are cut, between rows where a row is
@@ -99,11 +144,14 @@ def lay_out(tensors: Sequence[TensorSpec], servers: int) -> ShardLayout:
     tensors, which cost nothing in a step, are packed and placed for themselves, so that all servers have their share of the others. No
     server holds more than one partition's bytes above another, of either kind. The buckets of a table, which grow alike, go to all servers
     in turn, those of the next table from where the one before ended. Equal input gives an equal layout.
+
+    Args:
+        servers: their indices, at least one, each once, ascending.
     """
     partitions: list[Partition] = []
     for frozen in (False, True):
         kind = [index for index, tensor in enumerate(tensors) if tensor.frozen is frozen and tensor.table is None]
-        share = -(-sum(tensors[index].nbytes for index in kind) // servers)
+        share = -(-sum(tensors[index].nbytes for index in kind) // len(servers))
         full = min(LARGEST_PIECE_BYTES, max(min(SMALLEST_FULL_BYTES, share), share // PARTITIONS_PER_SERVER))
         together: dict[tuple[str, int], list[int]] = {}
         for index in kind:
@@ -113,7 +161,7 @@ def lay_out(tensors: Sequence[TensorSpec], servers: int) -> ShardLayout:
             pieces = (piece for index in alike for piece in _cut(index, tensors[index]))
             packed += _pack(pieces, item_bytes=ITEM_BYTES[dtype], full=full)
         # The emptiest server comes first; of equals, for frozen ones, the last, which has the least of the others.
-        loads = [(0, -server if frozen else server) for server in range(servers)]
+        loads = [(0, -server if frozen else server) for server in servers]
         heapq.heapify(loads)
         primaries = [0] * len(packed)
         for position in sorted(range(len(packed)), key=lambda p: (-packed[p][0], p)):
@@ -127,7 +175,7 @@ def lay_out(tensors: Sequence[TensorSpec], servers: int) -> ShardLayout:
         if tensor.table is not None
         for number in range(tensor.table.buckets)
     ]
-    partitions += [Partition(pieces=(), primary=place % servers, bucket=bucket) for place, bucket in enumerate(buckets)]
+    partitions += [Partition(pieces=(), primary=servers[place % len(servers)], bucket=bucket) for place, bucket in enumerate(buckets)]
     return ShardLayout(epoch=1, tensors=tuple(tensors), partitions=tuple(partitions))
 
 

@@ -8,6 +8,7 @@ from typing import Final
 DEFAULT_LEASE_MS: Final = 30_000
 DEFAULT_STALL_TIMEOUT_MS: Final = 60_000
 LARGEST_WORLD: Final = 10_000
+MOST_SERVERS: Final = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,8 @@ class JobSpec:
     """Largest world; min_workers to LARGEST_WORLD."""
     parameter_servers: int = 0
     """Servers the job waits for before its tensors are laid out; >= 0."""
+    max_parameter_servers: int = 0
+    """The most that it may have; 0: as many, which is filled in; else parameter_servers to MOST_SERVERS."""
     parameter_server_backups: int = 0
     """Backups of each of them; 0 or 1."""
     join_grace_ms: int = 0
@@ -31,6 +34,10 @@ class JobSpec:
     stall_timeout_ms: int = DEFAULT_STALL_TIMEOUT_MS
     """A member that all its peers wait for and that makes no progress for longer is put out: at once if it uses no processor time, else
     when their collective has run into its deadline; 1000 to 3600000."""
+
+    def __post_init__(self) -> None:
+        if self.max_parameter_servers == 0:  # also in a job that an older release wrote
+            object.__setattr__(self, "max_parameter_servers", self.parameter_servers)
 
     @property
     def heartbeat_interval_ms(self) -> int:
@@ -97,5 +104,9 @@ class Policy:
     """Loader names with leased batches."""
     epochs_kept: int = 2
     """Epochs of one loader whose leases are kept at once; asking for an older one is answered with epoch_done."""
+    move_retry_ms: int = 2_000
+    """How long after a move of partitions that failed the next one is planned; each further failure in a row doubles it, up to
+    longest_move_retry_ms."""
+    longest_move_retry_ms: int = 60_000
     batches_retry_after_ms: int = 100
     """When to ask again, if all free batches are leased to others."""

@@ -167,7 +167,7 @@ class Server:
 
     server_id: str
     index: int
-    """0 .. parameter_servers-1. Each index has one primary at most, and, if the job has them, one backup."""
+    """Its place, >= 0. Places that were left for good leave gaps. Each has one primary, and, if the job has them, one backup at most."""
     address: str
     """Empty: it serves nobody yet."""
     metrics_address: str
@@ -186,6 +186,38 @@ class Server:
     def serves(self) -> bool:
         """Workers can use it."""
         return self.alive and self.role is ServerRole.PRIMARY and bool(self.address)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """Partitions that one server hands to another: shoal.v1.MovePartitions (docs/decisions/0200)."""
+
+    number: int
+    partitions: tuple[int, ...]
+    """Ids; at least one, all of them the giver's."""
+    giver: int
+    """Index of the place that owns them."""
+    giver_incarnation: str
+    """The process there that is to hand them over. If it dies, what it handed over may arrive late, and so its successor has to do it under
+    another number, unless they have left already."""
+    receiver: int
+    """Index of the place that is to own them."""
+
+    def concerns(self, index: int) -> bool:
+        """Whether a place gives or receives."""
+        return index in (self.giver, self.receiver)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moves:
+    """Partitions on their way, and the places that are to be left."""
+
+    settled: int = 0
+    """Number of the newest move that is settled; 0: none was. Never falls."""
+    under_way: Move | None = None
+    """The only one; its number is one above `settled`."""
+    draining: Mapping[int, str] = field(default_factory=dict)
+    """Index of a place that gives away all that it has -> why, for people. A place whose servers have all ended is in it no more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +300,9 @@ class JobState:
     """By member id, in the order they ended. These ids never come back."""
     servers: Mapping[str, Server] = field(default_factory=dict)
     layout: ShardLayout | None = None
-    """How the declared tensors are cut and spread; never changes once it is there."""
+    """How the declared tensors are cut and spread. Once it is there only owners change, with its epoch."""
+    moves: Moves = field(default_factory=Moves)
+    """Empty but for the defaults before there is a layout."""
     loaders: Mapping[str, Loader] = field(default_factory=dict)
     last_order: int = 0
     """The highest Member.ready_order given."""
@@ -303,6 +337,10 @@ class JobState:
     """In memory only. Why those that are ready wait, as they were last told."""
     looked_ms: int | None = None
     """In memory only. When it was last looked for steps that stand."""
+    look_at_moves_ms: int | None = 0
+    """In memory only. When to look which move of partitions is due; None: nothing has changed since that was done."""
+    failed_moves: int = 0
+    """In memory only. How many moves of partitions failed in a row."""
     fresh_failures: int = 0
     """In memory only. Collectives that failed in generations one after another, each before Policy.fresh_generation_ms."""
 

@@ -22,6 +22,8 @@ from shoal_coordinator.membership.events import (
     MemberLeft,
     MemberLost,
     MemberReady,
+    MoveReported,
+    ServerDrainRequested,
     ServerLost,
     ServerRegistered,
     StopRequested,
@@ -43,6 +45,7 @@ from shoal_coordinator.membership.leaving import (
     reached_again,
     stop_requested,
 )
+from shoal_coordinator.membership.moves import move_reported, moves_due, server_drain_requested
 from shoal_coordinator.membership.pulse import Pulses
 from shoal_coordinator.membership.recovery import recovery_due
 from shoal_coordinator.membership.servers import Registered, backup_reported, server_lost, server_registered, tensors_declared
@@ -93,6 +96,7 @@ def transition(
     stalls_due(draft)
     recovery_due(draft)
     generation_due(draft)
+    moves_due(draft)
     last_one_left(draft)
     after, changes = draft.freeze()
     return Transition(
@@ -114,6 +118,8 @@ def next_wake_ms(state: JobState, now_ms: int, policy: Policy | None = None) -> 
     """When to call `transition` again even if nothing happens, on Now.ms's clock. Leases are watched apart (pulse.expired)."""
     policy = policy or Policy()
     wakes = [max(state.broken_streams.values()) + policy.break_window_ms] if state.broken_streams else []
+    if state.look_at_moves_ms is not None:
+        wakes.append(state.look_at_moves_ms)
     if not state.is_over:
         wakes += _generation_wakes(state, policy)
     return min((wake for wake in wakes if wake > now_ms), default=None)
@@ -166,6 +172,10 @@ def _handle(draft: Draft, event: Event) -> Granted:
             server_lost(draft, event)
         case BackupReported():
             backup_reported(draft, event)
+        case MoveReported():
+            move_reported(draft, event)
+        case ServerDrainRequested():
+            server_drain_requested(draft, event)
         case TensorsDeclared():
             return tensors_declared(draft, event)
         case BatchesLeased():

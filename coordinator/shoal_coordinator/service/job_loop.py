@@ -267,7 +267,7 @@ class JobLoop:
                     decided.records,
                     revision=self._revision,
                     commit_id=commit_id,
-                    durable=decided.changes.generation or bool(decided.changes.servers),
+                    durable=decided.changes.generation or decided.changes.moves or bool(decided.changes.servers),
                 )
                 break
             except UnavailableError as error:
@@ -321,6 +321,11 @@ class JobLoop:
             if (departure := self.state.departed.get(member_id)) is not None:
                 self._metrics.departures.labels(departure.ending).inc()
                 self._metrics.leases_expired.labels("member").inc(departure.ending == Ending.LEASE_EXPIRED)
+        for record in decided.records:
+            if record.kind in ("partitions_moved", "move_failed"):
+                self._metrics.moves.labels("moved" if record.kind == "partitions_moved" else "failed").inc()
+            if record.kind == "partitions_moved":
+                self._metrics.partitions_moved.inc(int(record.attributes["partitions"]))
         self._metrics.collective_failures.inc(sum(record.kind == "collective_failed" for record in decided.records))
         self._metrics.batches_leased.inc(sum(len(outcome.batches) for outcome in decided.outcomes if isinstance(outcome, Leased)))
 

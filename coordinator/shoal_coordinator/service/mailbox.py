@@ -20,6 +20,8 @@ class Slot(enum.Enum):
     STOP = enum.auto()
     MEMBERS = enum.auto()
     PLACE = enum.auto()
+    SETTLED = enum.auto()
+    MOVE = enum.auto()
     NOTICE = enum.auto()
 
 

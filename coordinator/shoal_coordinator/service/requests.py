@@ -20,19 +20,20 @@ from shoal_coordinator.membership.events import (
     LeaveReason,
     MemberJoined,
     MemberLeft,
+    MoveReported,
+    ServerDrainRequested,
     ServerRegistered,
     StopRequested,
     TensorsDeclared,
 )
 from shoal_coordinator.membership.pulse import Progress
 from shoal_coordinator.membership.shards import ITEM_BYTES, TensorSpec
-from shoal_coordinator.membership.spec import DEFAULT_LEASE_MS, DEFAULT_STALL_TIMEOUT_MS, LARGEST_WORLD, JobSpec
+from shoal_coordinator.membership.spec import DEFAULT_LEASE_MS, DEFAULT_STALL_TIMEOUT_MS, LARGEST_WORLD, MOST_SERVERS, JobSpec
 from shoal_coordinator.membership.state import Identity
 from shoal_coordinator.service import checks
 from shoal_coordinator.service.checks import number, wrong
 
 LONGEST_DETAIL: Final = 1024
-_MOST_SERVERS: Final = 1024
 _MOST_TENSORS: Final = 100_000
 _MOST_DIMENSIONS: Final = 64
 _MOST_WANTED: Final = 1024
@@ -51,16 +52,24 @@ _EVENT_ID: Final = re.compile(r"[0-9]{1,19}(-[0-9]{1,19})?")
 def parse_spec(message: pb.JobSpec) -> JobSpec:
     """A job's specification, with the defaults filled in."""
     smallest = number("min_workers", message.min_workers, low=1, high=LARGEST_WORLD)
+    servers = number("parameter_servers", message.parameter_servers, high=MOST_SERVERS)
     return JobSpec(
         job_id=checks.job_id(message.job_id),
         min_workers=smallest,
         max_workers=number("max_workers", message.max_workers, low=smallest, high=LARGEST_WORLD),
-        parameter_servers=number("parameter_servers", message.parameter_servers, high=_MOST_SERVERS),
+        parameter_servers=servers,
+        max_parameter_servers=_most_servers(servers, message.max_parameter_servers),
         parameter_server_backups=number("parameter_server_backups", message.parameter_server_backups, high=1),
         join_grace_ms=number("join_grace_ms", message.join_grace_ms, high=600_000),
         lease_ms=number("lease_ms", message.lease_ms or DEFAULT_LEASE_MS, low=500, high=600_000),
         stall_timeout_ms=number("stall_timeout_ms", message.stall_timeout_ms or DEFAULT_STALL_TIMEOUT_MS, low=1000, high=3_600_000),
     )
+
+
+def _most_servers(servers: int, most: int) -> int:
+    if servers == 0 and most != 0:
+        raise wrong("max_parameter_servers", most, "0 where parameter_servers is 0")
+    return number("max_parameter_servers", most or servers, low=servers, high=MOST_SERVERS)
 
 
 def parse_join(message: pb.Join) -> tuple[str, MemberJoined]:
@@ -189,6 +198,25 @@ def parse_backup_report(server_id: str, message: pb.BackupReport) -> BackupRepor
         epoch=number("backup.epoch", message.epoch, low=1),
         in_sync=message.in_sync,
         reason=checks.text("backup.reason", message.reason, longest=LONGEST_DETAIL),
+    )
+
+
+def parse_move_report(server_id: str, message: pb.MoveReport) -> MoveReported:
+    """A giver's word on a move."""
+    return MoveReported(
+        server_id=server_id,
+        move=number("move.move", message.move, low=1),
+        taken=message.taken,
+        receiver_incarnation=checks.text("move.receiver_incarnation", message.receiver_incarnation, longest=64, required=message.taken),
+        reason=checks.text("move.reason", message.reason, longest=LONGEST_DETAIL),
+    )
+
+
+def parse_server_drain(message: pb.DrainServerRequest) -> ServerDrainRequested:
+    """Which server's place is to be left."""
+    return ServerDrainRequested(
+        server_id=checks.identifier("server_id", message.server_id),
+        reason=checks.text("reason", message.reason, longest=LONGEST_DETAIL) or "asked to",
     )
 
 

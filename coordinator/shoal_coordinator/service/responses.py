@@ -6,9 +6,9 @@ from typing import Final
 
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from shoal_coordinator.membership.effects import SendPlace
+from shoal_coordinator.membership.effects import SendMove, SendPlace
 from shoal_coordinator.membership.pulse import Progress, Pulse, Pulses
-from shoal_coordinator.membership.shards import Bucket, ShardLayout, TensorSpec
+from shoal_coordinator.membership.shards import Bucket, ShardLayout, Share, TensorSpec
 from shoal_coordinator.membership.spec import JobSpec
 from shoal_coordinator.membership.state import Cause, Generation, JobEnding, JobPhase, JobState, Member, MemberPhase, Server, ServerRole
 from shoal_coordinator.state.store import StoredEvent
@@ -49,6 +49,7 @@ def spec_message(spec: JobSpec) -> pb.JobSpec:
         max_workers=spec.max_workers,
         parameter_servers=spec.parameter_servers,
         parameter_server_backups=spec.parameter_server_backups,
+        max_parameter_servers=spec.max_parameter_servers,
         join_grace_ms=spec.join_grace_ms,
         lease_ms=spec.lease_ms,
         stall_timeout_ms=spec.stall_timeout_ms,
@@ -115,7 +116,8 @@ def summary_message(state: JobState) -> pb.JobSummary:
 
 def server_messages(state: JobState) -> list[pb.ServerStatus]:
     """A job's parameter servers, by index; the primary of a place before its backup."""
-    return [_server_message(server) for server in sorted(state.servers.values(), key=lambda server: (server.index, _ROLES[server.role]))]
+    servers = sorted(state.servers.values(), key=lambda server: (server.index, _ROLES[server.role]))
+    return [_server_message(server, state) for server in servers]
 
 
 def place_message(effect: SendPlace) -> pb.ServerDirective:
@@ -127,6 +129,20 @@ def place_message(effect: SendPlace) -> pb.ServerDirective:
             primary_address=effect.primary_address,
             backup_id=effect.backup_id,
             in_sync=effect.in_sync,
+        )
+    )
+
+
+def move_message(effect: SendMove) -> pb.ServerDirective:
+    """What a server is to hand to another."""
+    move = effect.move
+    return pb.ServerDirective(
+        move=pb.MovePartitions(
+            move=move.number,
+            partition_ids=move.partitions,
+            receiver_index=move.receiver,
+            receiver_address=effect.receiver_address,
+            giver_incarnation=move.giver_incarnation,
         )
     )
 
@@ -212,7 +228,9 @@ def _progress_message(progress: Progress) -> pb.Progress:
     )
 
 
-def _server_message(server: Server) -> pb.ServerStatus:
+def _server_message(server: Server, state: JobState) -> pb.ServerStatus:
+    share = None if state.layout is None else state.layout.shares.get(server.index)
+    share = share or Share(partitions=0, nbytes=0)
     return pb.ServerStatus(
         server_id=server.server_id,
         server_index=server.index,
@@ -221,4 +239,7 @@ def _server_message(server: Server) -> pb.ServerStatus:
         alive=server.alive,
         role=_ROLES[server.role],
         in_sync=server.in_sync,
+        draining=server.index in state.moves.draining,
+        partitions=share.partitions,
+        value_bytes=share.nbytes,
     )

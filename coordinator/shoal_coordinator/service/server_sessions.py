@@ -22,7 +22,7 @@ from shoal_coordinator.service.clock import Clock
 from shoal_coordinator.service.job_loop import JobLoop, within
 from shoal_coordinator.service.jobs import Jobs
 from shoal_coordinator.service.mailbox import Mailbox, Slot
-from shoal_coordinator.service.requests import parse_backup_report, parse_registration
+from shoal_coordinator.service.requests import parse_backup_report, parse_move_report, parse_registration
 from shoal_coordinator.service.responses import spec_message
 from shoal_coordinator.service.streams import first_message
 
@@ -110,8 +110,10 @@ class ServerSessions:
                         self._beat(job, server_id, number("heartbeat.stored_bytes", message.heartbeat.stored_bytes))
                     case "backup":
                         job.submit(parse_backup_report(server_id, message.backup))
+                    case "move":
+                        job.submit(parse_move_report(server_id, message.move))
                     case kind:
-                        raise InvalidRequestError(f"a server session's message is {kind or 'empty'}: expected heartbeat or backup")
+                        raise InvalidRequestError(f"a server session's message is {kind or 'empty'}: expected heartbeat, backup or move")
         except ShoalError as error:
             mailbox.end(error)
         except DecodeError as error:

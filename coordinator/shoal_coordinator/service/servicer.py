@@ -10,7 +10,6 @@ from contextlib import aclosing
 from datetime import timedelta
 from typing import Any, Final
 
-import grpc
 from shoal_common.errors import PreconditionError
 from shoal_protos.v1 import coordinator_pb2 as pb
 
@@ -80,9 +79,9 @@ class CoordinatorServicer:
         return pb.DrainMemberResponse(member_id=noted.member_id)
 
     async def DrainServer(self, request: pb.DrainServerRequest, context: Any) -> pb.DrainServerResponse:  # noqa: N802
-        """Not built yet: docs/decisions/0200."""
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "DrainServer is not implemented here")
-        raise AssertionError
+        """Asks that a parameter server's place is left."""
+        await self._job(request).ask(requests.parse_server_drain(request), timeout_s=self._timeout_s, keep=True)
+        return pb.DrainServerResponse()
 
     async def StopJob(self, request: pb.StopJobRequest, context: Any) -> pb.StopJobResponse:  # noqa: N802
         """Asks all members to leave."""

@@ -18,15 +18,18 @@ from shoal_coordinator.membership.effects import (
     SendDrain,
     SendGeneration,
     SendMembers,
+    SendMove,
     SendNotice,
     SendPlace,
+    SendSettled,
     SendStandby,
     SendStop,
+    StopServer,
     StopServers,
 )
 from shoal_coordinator.membership.reasons import Refusal
 from shoal_coordinator.service.mailbox import Mailbox, Slot
-from shoal_coordinator.service.responses import generation_message, place_message
+from shoal_coordinator.service.responses import generation_message, move_message, place_message
 
 
 class Sessions:
@@ -94,9 +97,14 @@ class Sessions:
                 case SendMembers():
                     self._tell_servers(effect)
                 case SendPlace():
-                    mailbox = self.servers.get(effect.server_id)
-                    if mailbox is not None:
-                        mailbox.post(Slot.PLACE, place_message(effect).SerializeToString())
+                    self._tell_server(effect.server_id, Slot.PLACE, place_message(effect))
+                case SendSettled():
+                    settled = pb.MovesSettled(move=effect.move, epoch=effect.epoch)
+                    self._tell_server(effect.server_id, Slot.SETTLED, pb.ServerDirective(settled=settled))
+                case SendMove():
+                    self._tell_server(effect.server_id, Slot.MOVE, move_message(effect))
+                case StopServer():
+                    self._tell_server(effect.server_id, Slot.STOP, pb.ServerDirective(stop=pb.Stop(reason=effect.reason)))
                 case StopServers():
                     message = pb.ServerDirective(stop=pb.Stop(reason=effect.reason)).SerializeToString()
                     for mailbox in self.servers.values():
@@ -106,6 +114,11 @@ class Sessions:
         mailbox = self.members.get(member_id)
         if mailbox is not None:
             mailbox.post(slot, message)
+
+    def _tell_server(self, server_id: str, slot: Slot, directive: pb.ServerDirective) -> None:
+        mailbox = self.servers.get(server_id)
+        if mailbox is not None:
+            mailbox.post(slot, directive.SerializeToString())
 
     def _tell_servers(self, effect: SendMembers) -> None:
         members = pb.Members(generation=effect.generation, member_ids=effect.member_ids)

@@ -1,8 +1,8 @@
 """How a job's state is written: one Redis hash per job, JSON in its fields, so that a transition writes only what it changed.
 
-Fields: `header` (the small parts), `generation`, `layout`, and one per entry of the mappings: `member:ID`, `departed:ID`, `server:ID`,
-`loader:NAME`. The store adds fields of its own (store.py). Keys of dataclasses are written by name, so a later release can add fields with
-defaults; `format` in the header is raised when an older release could not read the state any more.
+Fields: `header` (the small parts), `generation`, `layout`, `moves`, and one per entry of the mappings: `member:ID`, `departed:ID`,
+`server:ID`, `loader:NAME`. The store adds fields of its own (store.py). Keys of dataclasses are written by name, so a later release can add
+fields with defaults; `format` in the header is raised when an older release could not read the state any more.
 
 What is read was written by this module; whatever does not parse is CorruptDataError, with the field's name.
 """
@@ -32,6 +32,8 @@ from shoal_coordinator.membership.state import (
     JobState,
     Member,
     MemberPhase,
+    Move,
+    Moves,
     Rank,
     Server,
     ServerRole,
@@ -62,6 +64,8 @@ def encode_changes(state: JobState, changes: Changes) -> Written:
         put["generation"] = _dump(_generation(state.generation))
     if changes.layout and state.layout is not None:
         put["layout"] = _dump(_layout(state.layout))
+    if changes.moves:
+        put["moves"] = _dump(asdict(state.moves))
     for name, value in _entries(state, changes):
         if value is None:
             remove.append(name)
@@ -76,6 +80,7 @@ def everything(state: JobState) -> Changes:
         header=True,
         generation=True,
         layout=True,
+        moves=True,
         members=frozenset(state.members),
         departed=frozenset(state.departed),
         servers=frozenset(state.servers),
@@ -92,6 +97,7 @@ def decode_state(written: Mapping[str, str]) -> JobState:
         **header,
         generation=_read(written, "generation", _parse_generation) if "generation" in written else None,
         layout=_read(written, "layout", _parse_layout) if "layout" in written else None,
+        moves=_read(written, "moves", _parse_moves) if "moves" in written else Moves(),  # an older release wrote none
         members=dict(sorted(members.items(), key=lambda item: (item[1].joined_unix_ms, item[0]))),
         population=populate(members),
         departed=dict(sorted(departed.items(), key=lambda item: (item[1].unix_ms, item[0]))),
@@ -238,6 +244,15 @@ def _parse_layout(value: Any) -> ShardLayout:
             )
             for primary, pieces, *bucket in value["partitions"]
         ),
+    )
+
+
+def _parse_moves(value: Any) -> Moves:
+    move = value["under_way"]
+    return Moves(
+        settled=value["settled"],
+        under_way=None if move is None else Move(**{**move, "partitions": tuple(move["partitions"])}),
+        draining={int(index): reason for index, reason in value["draining"].items()},
     )
 
 

@@ -164,7 +164,7 @@ class MemberStatus(_message.Message):
     def __init__(self, member_id: _Optional[str] = ..., phase: _Optional[_Union[MemberPhase, str]] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_address: _Optional[str] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., joined_unix_ms: _Optional[int] = ..., launcher_id: _Optional[str] = ..., note: _Optional[str] = ...) -> None: ...
 
 class ServerStatus(_message.Message):
-    __slots__ = ("server_id", "server_index", "address", "metrics_address", "alive", "role", "in_sync", "draining")
+    __slots__ = ("server_id", "server_index", "address", "metrics_address", "alive", "role", "in_sync", "draining", "partitions", "value_bytes")
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     SERVER_INDEX_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -173,6 +173,8 @@ class ServerStatus(_message.Message):
     ROLE_FIELD_NUMBER: _ClassVar[int]
     IN_SYNC_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    VALUE_BYTES_FIELD_NUMBER: _ClassVar[int]
     server_id: str
     server_index: int
     address: str
@@ -181,7 +183,9 @@ class ServerStatus(_message.Message):
     role: ServerRole
     in_sync: bool
     draining: bool
-    def __init__(self, server_id: _Optional[str] = ..., server_index: _Optional[int] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., alive: _Optional[bool] = ..., role: _Optional[_Union[ServerRole, str]] = ..., in_sync: _Optional[bool] = ..., draining: _Optional[bool] = ...) -> None: ...
+    partitions: int
+    value_bytes: int
+    def __init__(self, server_id: _Optional[str] = ..., server_index: _Optional[int] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., alive: _Optional[bool] = ..., role: _Optional[_Union[ServerRole, str]] = ..., in_sync: _Optional[bool] = ..., draining: _Optional[bool] = ..., partitions: _Optional[int] = ..., value_bytes: _Optional[int] = ...) -> None: ...
 
 class MemberMessage(_message.Message):
     __slots__ = ("join", "heartbeat", "ready", "collective_failure", "leave")
@@ -550,16 +554,18 @@ class ServerDirective(_message.Message):
     def __init__(self, welcome: _Optional[_Union[ServerWelcome, _Mapping]] = ..., members: _Optional[_Union[Members, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., place: _Optional[_Union[ServerPlace, _Mapping]] = ..., settled: _Optional[_Union[MovesSettled, _Mapping]] = ..., move: _Optional[_Union[MovePartitions, _Mapping]] = ...) -> None: ...
 
 class MovePartitions(_message.Message):
-    __slots__ = ("move", "partition_ids", "receiver_index", "receiver_address")
+    __slots__ = ("move", "partition_ids", "receiver_index", "receiver_address", "giver_incarnation")
     MOVE_FIELD_NUMBER: _ClassVar[int]
     PARTITION_IDS_FIELD_NUMBER: _ClassVar[int]
     RECEIVER_INDEX_FIELD_NUMBER: _ClassVar[int]
     RECEIVER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    GIVER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     move: int
     partition_ids: _containers.RepeatedScalarFieldContainer[int]
     receiver_index: int
     receiver_address: str
-    def __init__(self, move: _Optional[int] = ..., partition_ids: _Optional[_Iterable[int]] = ..., receiver_index: _Optional[int] = ..., receiver_address: _Optional[str] = ...) -> None: ...
+    giver_incarnation: str
+    def __init__(self, move: _Optional[int] = ..., partition_ids: _Optional[_Iterable[int]] = ..., receiver_index: _Optional[int] = ..., receiver_address: _Optional[str] = ..., giver_incarnation: _Optional[str] = ...) -> None: ...
 
 class MovesSettled(_message.Message):
     __slots__ = ("move", "epoch")

@@ -279,20 +279,22 @@ class OpenDataResponse(_message.Message):
     def __init__(self, ticket: _Optional[bytes] = ..., tcp_port: _Optional[int] = ..., memory_name: _Optional[str] = ...) -> None: ...
 
 class AdvanceClockRequest(_message.Message):
-    __slots__ = ("job_id", "member_id", "clock", "has_read", "place", "generation")
+    __slots__ = ("job_id", "member_id", "clock", "has_read", "place", "generation", "shard_map_epoch")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     HAS_READ_FIELD_NUMBER: _ClassVar[int]
     PLACE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SHARD_MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     member_id: str
     clock: int
     has_read: bool
     place: int
     generation: int
-    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., clock: _Optional[int] = ..., has_read: _Optional[bool] = ..., place: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+    shard_map_epoch: int
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., clock: _Optional[int] = ..., has_read: _Optional[bool] = ..., place: _Optional[int] = ..., generation: _Optional[int] = ..., shard_map_epoch: _Optional[int] = ...) -> None: ...
 
 class AdvanceClockResponse(_message.Message):
     __slots__ = ("slowest_clock",)

@@ -129,6 +129,7 @@ class ParameterServerServicer:
     def Push(self, request_iterator, context):
         """Pushes gradients. The stream holds partitions one after another: a chunk with a header opens one, chunks without continue it. A
         partition is applied as a whole when its last byte has come and it was found valid, or not at all; the next arrives meanwhile.
+        One that is on its way to another server is UNAVAILABLE / PARTITION_MOVING, with when to try again; so it is with Initialize and Pull.
         The first partition refused ends the stream with its error: those before it stay applied, none after it is.
         An update that would make values or the optimizer's state NaN or infinite is INVALID_ARGUMENT / RESULT_NOT_FINITE.
         A server with a data directory writes a partition to its journal before it applies it: where the disk does not take it, UNAVAILABLE /
@@ -167,7 +168,8 @@ class ParameterServerServicer:
         """Says that a member finished a clock (an iteration) without pushing here; with the largest int64, that nobody need wait for it until it
         is heard of again: it leaves, or has nothing to do. With `has_read`, that it has read what that iteration ended with.
         A member of a `generation` that is news here waits as with Push and Pull; without one, NOT_FOUND / MEMBER_UNKNOWN unless the member is
-        in the newest. Role: worker.
+        in the newest. With ssp and bsp UNAVAILABLE / PARTITION_MOVING while partitions are on their way to another server, which has a copy of
+        the clocks already: said again, it reaches that one too. Role: worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -193,9 +195,11 @@ class ParameterServerServicer:
 
     def TakePartitions(self, request_iterator, context):
         """Takes partitions over from another server of the job, which has stopped serving them: first an item KIND_STATE with what the giver
-        knows (`fields`: move, and as in its snapshot configuration, members and batches), then a KIND_PARTITION for each, then KIND_WHOLE.
+        knows (`fields`: format, job_id, move, the epoch of its shard map, the partitions' numbers, and as in its snapshot configuration, members
+        and batches), then a KIND_PARTITION for each (`fields` as in a snapshot, with its pieces), then KIND_WHOLE.
         Answers when all is in this server's journal and its backup's. They are served here when the shard map says so, and dropped when it says
-        otherwise. UNAVAILABLE / PLACE_UNKNOWN; FAILED_PRECONDITION / MOVE_SETTLED for one that is over. Role: server.
+        otherwise. UNAVAILABLE / PLACE_UNKNOWN, MEMBERSHIP_UNKNOWN; FAILED_PRECONDITION / MOVE_SETTLED for one that is over, LAYOUT_CONFLICT for
+        partitions that are this server's, OPTIMIZER_CONFLICT, FORMAT_UNSUPPORTED; RESOURCE_EXHAUSTED / MEMORY_EXHAUSTED. Role: server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

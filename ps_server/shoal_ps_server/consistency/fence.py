@@ -71,6 +71,13 @@ class Fence:
             self.put_out[member] = generation
         return Change(joined=change.joined, left=change.left, forgotten=self._forget())
 
+    def remember(self, others: Fence) -> None:
+        """Takes over whom another server knows to have been put out. It knows no newer generation than this one does."""
+        known = dict(others.put_out) | dict.fromkeys(others.members - self.members, self.generation)
+        for member in known.keys() & self.put_out.keys():
+            self.put_out[member] = max(self.put_out[member], known.pop(member))
+        self.put_out = known | self.put_out
+
     def check(self, member: str, generation: int) -> Verdict:
         """Raises StaleGenerationError for a caller that is fenced off for good."""
         if member in self.members:

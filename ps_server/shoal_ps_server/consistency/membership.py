@@ -52,6 +52,28 @@ class Membership:
         self._announce()
         return change
 
+    async def know(self, generation: int) -> None:
+        """Returns when the coordinator has told of this generation or a newer one. Raises UnavailableError / MEMBERSHIP_UNKNOWN after
+        `admission_wait`."""
+        if not await self._until(lambda: self.fence.generation >= generation, self._admission_wait):
+            raise UnavailableError(
+                f"generation {generation} is news here, where {max(self.fence.generation, 0)} is the newest; waited "
+                f"{self._admission_wait.total_seconds():g} s for the coordinator's word; try again",
+                reason="MEMBERSHIP_UNKNOWN",
+            )
+
+    def take_over(self, fence: Fence, clocks: Clocks | None) -> None:
+        """Remembers whom another server knows to have been put out, and goes on with its clocks, if there are any."""
+        self.fence.remember(fence)
+        if clocks is not None:
+            self.clocks = clocks
+            self.clocks.follow(self.fence.members)
+        self._announce()
+
+    def wake(self) -> None:
+        """Whoever waits looks again."""
+        self._announce()
+
     def check(self, member: str, generation: int) -> None:
         """Raises StaleGenerationError when a caller that was admitted is so no more."""
         self.fence.check(member, generation)
@@ -86,14 +108,16 @@ class Membership:
             self.clocks.has_read(member, clock)
             self._clocks_changed()
 
-    async def proceed(self, member: str, generation: int, *, wait: timedelta) -> None:
+    async def proceed(self, member: str, generation: int, *, wait: timedelta, check: Callable[[], None] = lambda: None) -> None:
         """Returns when the member may begin its next iteration.
 
-        Raises DeadlineError (SSP_WAIT_TIMEOUT, BSP_WAIT_TIMEOUT) after `wait`, and StaleGenerationError when it is put out meanwhile.
+        Raises DeadlineError (SSP_WAIT_TIMEOUT, BSP_WAIT_TIMEOUT) after `wait`, StaleGenerationError when it is put out meanwhile, and what
+        `check` does, which is asked whether to go on waiting.
         """
 
         def may_proceed() -> bool:
             self.fence.check(member, generation)
+            check()
             return self.clocks.may_proceed(member, self.consistency)
 
         if may_proceed() or await self._until(may_proceed, wait):
@@ -106,11 +130,12 @@ class Membership:
             wait,
         )
 
-    async def let_in(self, member: str, generation: int, clock: int) -> None:
+    async def let_in(self, member: str, generation: int, clock: int, *, check: Callable[[], None] = lambda: None) -> None:
         """Returns when a push that will have finished iteration `clock`, as its member counts them, may be admitted: under bsp when every
         member has read what it would change, else at once. The member itself has, or it would not push.
 
-        Raises DeadlineError / BSP_WAIT_TIMEOUT, and StaleGenerationError when the member is put out meanwhile.
+        Raises DeadlineError / BSP_WAIT_TIMEOUT, StaleGenerationError when the member is put out meanwhile, and what `check` does, which is
+        asked whether to go on waiting.
         """
         self.check(member, generation)
         if self.consistency.mode is not ConsistencyMode.BSP:
@@ -121,6 +146,7 @@ class Membership:
 
         def has_been_read() -> bool:
             self.fence.check(member, generation)
+            check()
             return not self.clocks.awaited(iteration)
 
         if not (has_been_read() or await self._until(has_been_read, self._push_wait)):

@@ -1,4 +1,5 @@
-"""What a backup gets from its primary, as messages and back: first all that the primary holds, then each change.
+"""What servers send each other, as messages and back: to a backup first all that its primary holds, then each change; to a server that is
+to have some partitions, these.
 
 The fields of an item are JSON in the forms that snapshots and the journal have, so that a backup restores and replays with the same code as
 a server that starts.
@@ -7,7 +8,7 @@ a server that starts.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -30,7 +31,7 @@ RECORD: Final = pb.FollowHeader.KIND_RECORD
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """One thing that a backup is told."""
+    """One thing that another server is told."""
 
     kind: int
     """STATE, PARTITION, WHOLE or RECORD."""
@@ -61,28 +62,29 @@ class Item:
         return Record(kind=str(fields.pop("kind")), fields=fields, payload=self.payload)
 
 
-async def received_items(messages: AsyncIterator[bytes]) -> AsyncIterator[Item]:
+async def received_items(messages: AsyncIterator[bytes]) -> AsyncGenerator[Item]:
     """The items of a stream, one by one, each whole. Raises CorruptDataError for a stream that is none."""
     header: pb.FollowHeader | None = None
-    payload = bytearray()
+    payload, came = memoryview(b""), 0
     async for data in messages:
         opening, piece = decode_follow_chunk(data)
         if opening is not None:
             if header is not None:
-                raise _malformed(f"an item began after {len(payload)} of {header.payload_bytes} bytes of the one before")
+                raise _malformed(f"an item began after {came} of {header.payload_bytes} bytes of the one before")
             if not 0 <= opening.payload_bytes <= LARGEST_ITEM_BYTES:
                 raise _malformed(f"payload_bytes={opening.payload_bytes}: expected 0 to {LARGEST_ITEM_BYTES}")
-            header, payload = opening, bytearray()
+            header, payload, came = opening, memoryview(bytearray(opening.payload_bytes)), 0
         elif header is None:
             raise _malformed("a chunk without a header where an item must begin")
-        payload += piece
-        if len(payload) > header.payload_bytes:
-            raise _malformed(f"{len(payload)} bytes, its header declares {header.payload_bytes}")
-        if len(payload) == header.payload_bytes:
-            yield Item(kind=header.kind, fields=_fields(header.fields), payload=memoryview(payload), position=header.position)
+        if came + piece.nbytes > header.payload_bytes:
+            raise _malformed(f"{came + piece.nbytes} bytes, its header declares {header.payload_bytes}")
+        payload[came : came + piece.nbytes] = piece
+        came += piece.nbytes
+        if came == header.payload_bytes:
+            yield Item(kind=header.kind, fields=_fields(header.fields), payload=payload, position=header.position)
             header = None
     if header is not None:
-        raise _malformed(f"it ended after {len(payload)} of {header.payload_bytes} bytes of an item")
+        raise _malformed(f"it ended after {came} of {header.payload_bytes} bytes of an item")
 
 
 def _fields(data: bytes) -> dict[str, Any]:
@@ -96,4 +98,4 @@ def _fields(data: bytes) -> dict[str, Any]:
 
 
 def _malformed(what: str) -> CorruptDataError:
-    return CorruptDataError(f"the primary's stream: {what}", reason="STREAM_MALFORMED")
+    return CorruptDataError(f"the other server's stream: {what}", reason="STREAM_MALFORMED")

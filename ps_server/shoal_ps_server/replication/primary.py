@@ -26,8 +26,9 @@ from shoal_ps_server.session import Place
 from shoal_ps_server.shard.shard import Shard
 from shoal_ps_server.storage.image import ServerState, dumps, state_to_json
 from shoal_ps_server.storage.journal import Journal
+from shoal_ps_server.storage.moves import Moves
 from shoal_ps_server.storage.record import Record
-from shoal_ps_server.storage.recovery import BACKUP, VALUES, backup_record
+from shoal_ps_server.storage.recovery import BACKUP, VALUES, backup_record, moves_records
 from shoal_ps_server.storage.snapshot import partition_to_bytes
 
 logger = logging.getLogger(__name__)
@@ -50,8 +51,8 @@ class _Stream:
     items: deque[Item] = field(default_factory=deque)
     nbytes: int = 0
     """Bytes of the payloads in `items`."""
-    copied: set[int] = field(default_factory=set)
-    """Partitions that were sent; the changes of the others are in them when they are."""
+    due: set[int] = field(default_factory=set)
+    """Partitions that are still to be sent, with all their changes so far."""
     position: int = 0
     """Position of the last record; and of the last that the backup has confirmed."""
     confirmed: int = 0
@@ -68,7 +69,7 @@ class _Stream:
 
     def made(self, record: Record) -> None:
         """See `Follower`."""
-        if record.fields.get("partition") is None or record.fields["partition"] in self.copied:
+        if record.fields.get("partition") not in self.due:
             if record.kind == VALUES:
                 record = replace(record, payload=memoryview(bytes(record.payload)))  # they are the partition's own, which changes
             self.written(record)
@@ -107,6 +108,7 @@ class Backup:
         self,
         *,
         shard: Shard,
+        moves: Moves,
         state: Callable[[], ServerState | None],
         report: Callable[[int, bool, str], None],
         metrics: Metrics,
@@ -116,6 +118,7 @@ class Backup:
         """`state`: what is not in the shard. `report`: tells the coordinator an epoch, whether the backup is in sync, and why not. `noted`:
         what the journal says at its end of who has to have all changes."""
         self._shard = shard
+        self._moves = moves
         self._state = state
         self._report = report
         self._metrics = metrics
@@ -212,7 +215,7 @@ class Backup:
             raise self._not_the_place(begin.epoch)
         if place.in_sync or self._held is not None or self._is_noting:  # what the backup has may be more than what is here
             raise self._not_the_place(begin.epoch)
-        if state is None or state.configuration is None:
+        if state is None or (state.configuration is None and state.layout.partitions):
             raise UnavailableError("this server holds no partitions, or no optimizer, yet; try again", reason="PLACE_UNKNOWN")
         if self._stream is not None:
             self._stream.end(UnavailableError("the backup has opened a newer stream", reason="SESSION_REPLACED"))
@@ -234,14 +237,17 @@ class Backup:
         def begin() -> ServerState:
             if self._is_open(stream):
                 journal.follow(stream)
+                stream.due.update(self._shard.partition_ids())
+                for record in moves_records(self._moves):
+                    stream.written(record)
             state = self._state()
             assert state is not None, "what is known of the partitions is not forgotten"
             return state
 
         state = dumps(state_to_json(await asyncio.shield(journal.append(None, begin))))
         stream.put(Item(kind=STATE, payload=memoryview(state.encode())))
-        for partition_id in self._shard.partition_ids():
-            stream.copied.add(partition_id)
+        for partition_id in sorted(stream.due):
+            stream.due.discard(partition_id)
             if (image := self._shard.image(partition_id)) is not None:
                 entry, data = partition_to_bytes(image)
                 stream.put(Item(kind=PARTITION, fields=entry, payload=memoryview(data)))

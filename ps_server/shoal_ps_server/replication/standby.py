@@ -16,7 +16,6 @@ from typing import Final
 import grpc
 import grpc.aio
 from prometheus_client import CollectorRegistry
-from safetensors import SafetensorError
 from shoal_common.backoff import Backoff
 from shoal_common.errors import CorruptDataError, InternalError, ShoalError, UnavailableError
 from shoal_common.failpoints import failpoint
@@ -29,7 +28,7 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_ps_server.metrics import Metrics
 from shoal_ps_server.replication.items import FORMAT_VERSION, PARTITION, RECORD, STATE, WHOLE, Item, received_items
-from shoal_ps_server.session import CoordinatorSession, Place, this_process
+from shoal_ps_server.session import CoordinatorSession, MoveOrder, Place, this_process
 from shoal_ps_server.settings import PsServerSettings
 from shoal_ps_server.shard.partition import PartitionImage
 from shoal_ps_server.storage.changes import Changes
@@ -122,6 +121,12 @@ class Standby:
         self._moved.set()
         self._moved = asyncio.Event()
 
+    def settled(self, move: int, epoch: int) -> None:
+        """Nothing: the primary's journal has what became of partitions that move."""
+
+    def ordered(self, order: MoveOrder) -> None:
+        """Nothing: a backup gives nothing away."""
+
     def stored_bytes(self) -> int:
         """For the heartbeat."""
         return 0 if self._copy is None else self._copy.stored_bytes
@@ -201,7 +206,9 @@ class Standby:
             if item.kind == STATE:
                 stream.state = state_from_json(json.loads(bytes(item.payload)))
             elif item.kind == PARTITION and stream.state is not None:
-                stream.images.append(partition_from_bytes(stream.state, item.fields, bytes(item.payload)))
+                configuration, spec = stream.state.configuration, stream.state.layout.partitions[item.fields["partition_id"]]
+                optimizer = None if configuration is None else configuration.optimizer
+                stream.images.append(partition_from_bytes(item.fields, item.payload, spec, optimizer))
             elif item.kind == WHOLE and stream.state is not None and not stream.is_whole:
                 stream.batches = tuple((int(first), int(end)) for first, end in item.fields["batches"])
             elif item.kind == RECORD:
@@ -209,7 +216,7 @@ class Standby:
                 stream.nbytes += item.payload.nbytes
             else:
                 raise ValueError(f"an item of kind {item.kind} does not belong here")
-        except (SafetensorError, LookupError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise CorruptDataError(f"the primary's stream: {type(error).__name__}: {error}", reason="STREAM_MALFORMED") from error
         if stream.copy is not None:
             stream.make_records()
@@ -357,11 +364,19 @@ class _Copy:
 
         def state() -> ServerState:
             assert replay.layout is not None, "a primary without partitions is not followed"
-            return replace(image.state, layout=replay.layout, configuration=replay.configuration, membership=replay.members)
+            return replace(
+                image.state,
+                layout=replay.layout,
+                configuration=replay.configuration,
+                membership=replay.members,
+                settled=replay.moves.settled,
+                leaving=replay.moves.leaving,
+            )
 
         self._snapshots = SnapshotKeeper(
             directory=self._directory,
             shard=replay.shard,
+            moves=replay.moves,
             state=state,
             changes=changes,
             metrics=self._metrics,

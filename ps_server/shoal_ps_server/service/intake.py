@@ -83,6 +83,7 @@ class Intake:
         async def open_upload(header: pb.PushHeader) -> Upload:
             check_job(header.job_id, self._job_id)
             opened = parse_upload_header(header, await self._layout_of_epoch(header.shard_map_epoch), kind)
+            self._changes.check_open(opened.spec)
             stream.check_member(opened)
             await self._membership.admit(opened.member_id, opened.generation)
             if kind is UploadKind.PUSH and not self._changes.is_settled(opened):
@@ -99,7 +100,7 @@ class Intake:
         loop = asyncio.get_running_loop()
         started = loop.time()
         try:
-            await self._membership.let_in(push.member_id, push.generation, push.clock)
+            await self._membership.let_in(push.member_id, push.generation, push.clock, check=lambda: self._changes.check_open(push.spec))
         finally:
             if self._membership.consistency.mode is ConsistencyMode.BSP:
                 self._waited(loop.time() - started)

@@ -64,9 +64,15 @@ class Pulls:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + pull.wait.total_seconds()
+
+        def check() -> None:
+            for wanted in pull.partitions:
+                self._shard.check_open(wanted.spec)
+
+        check()
         if pull.member_id:
             await self._membership.admit(pull.member_id, pull.generation)
-            await self._await_turn(pull)
+            await self._await_turn(pull, check)
         for wanted in pull.partitions:
             await self._await_values(wanted.spec, deadline)
             version = self._shard.version(wanted.spec.partition_id)
@@ -95,13 +101,13 @@ class Pulls:
         if spec.bucket is None and pull.member_id and pull.member_id in self._membership.fence.members:
             self._shard.note_pull(spec.partition_id, pull.member_id)
 
-    async def _await_turn(self, pull: Pull) -> None:
+    async def _await_turn(self, pull: Pull, check: Callable[[], None]) -> None:
         """ssp and bsp: the member says how far it is, and may have to wait for those behind."""
         self._membership.finished(pull.member_id, pull.clock)
         loop = asyncio.get_running_loop()
         started = loop.time()
         try:
-            await self._membership.proceed(pull.member_id, pull.generation, wait=pull.wait)
+            await self._membership.proceed(pull.member_id, pull.generation, wait=pull.wait, check=check)
             if self._membership.consistency.mode is ConsistencyMode.BSP:
                 await self._quiet()  # of a member that is gone, and that nobody waits for: all are to read with its last push, or without
         finally:
@@ -109,13 +115,15 @@ class Pulls:
                 self._waited(loop.time() - started)
 
     async def _await_values(self, spec: PartitionSpec, deadline: float) -> None:
-        """Returns when a partition has values. Raises DeadlineError / PARTITION_UNINITIALIZED."""
+        """Returns when a partition has values. Raises DeadlineError / PARTITION_UNINITIALIZED, and as `Shard.check_open`."""
+        self._shard.check_open(spec)
         try:
             async with asyncio.timeout_at(deadline):
                 while not self._shard.version(spec.partition_id):
                     if self._stopping:
                         raise UnavailableError("this server is stopping; try again", reason="SERVER_STOPPING")
                     await self._first_values.setdefault(spec.partition_id, asyncio.Event()).wait()
+                    self._shard.check_open(spec)
         except TimeoutError as error:
             raise DeadlineError(
                 f"{describe(spec)} has no values yet: nobody sent Initialize, or not to this server; wait longer (wait_ms)",

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 import grpc
 import grpc.aio
 from shoal_common.bulk.transport import Transport
-from shoal_common.errors import PermissionDeniedError, PreconditionError, UnknownResourceError
+from shoal_common.errors import PermissionDeniedError, PreconditionError, UnavailableError, UnknownResourceError
 from shoal_common.failpoints import failpoint
 from shoal_common.security import ANY_ROLE, Role, TokenTable
 from shoal_common.server_optimizers import Unit
@@ -27,6 +27,7 @@ from shoal_ps_server.consistency.clocks import Consistency, ConsistencyMode
 from shoal_ps_server.consistency.membership import Membership
 from shoal_ps_server.metrics import Metrics
 from shoal_ps_server.replication.primary import Backup
+from shoal_ps_server.replication.taking import Receiver
 from shoal_ps_server.service.bulk import BulkServer
 from shoal_ps_server.service.layouts import Layouts
 from shoal_ps_server.service.requests import (
@@ -44,9 +45,10 @@ from shoal_ps_server.service.requests import (
 from shoal_ps_server.service.streams import parts_of
 from shoal_ps_server.service.tickets import Tickets
 from shoal_ps_server.service.transfers import Transfers
+from shoal_ps_server.session import incarnation
 from shoal_ps_server.shard.optimizer import OptimizerSettings
 from shoal_ps_server.shard.reading import Reading
-from shoal_ps_server.shard.shard import Shard
+from shoal_ps_server.shard.shard import MOVING_RETRY, Shard
 from shoal_ps_server.storage.changes import Changes
 from shoal_ps_server.storage.keeper import SnapshotKeeper
 
@@ -96,6 +98,7 @@ class ParameterServerServicer:
         tickets: Tickets,
         bulk: BulkServer,
         snapshots: SnapshotKeeper,
+        receiver: Callable[[Callable[[Configuration], Awaitable[Configuration]]], Receiver],
         changes: Changes,
         backup: Backup,
         with_backups: Callable[[], bool],
@@ -104,8 +107,10 @@ class ParameterServerServicer:
         tokens: TokenTable,
         configuration: Configuration | None,
     ) -> None:
-        """`check_place` raises UnavailableError where this server cannot know that it is the one to serve."""
+        """`receiver` makes what takes partitions over, given what configures this server as another one is. `check_place` raises
+        UnavailableError where this server cannot know that it is the one to serve."""
         self.configuration = configuration
+        self._receiver = receiver(self.agree)
         self._backup = backup
         self._with_backups = with_backups
         self._check_place = check_place
@@ -134,6 +139,9 @@ class ParameterServerServicer:
             "Push": grpc.stream_unary_rpc_method_handler(self.push, response_serializer=pb.PushResponse.SerializeToString),
             "Pull": grpc.unary_stream_rpc_method_handler(self.pull, request_deserializer=pb.PullRequest.FromString),
             "Follow": grpc.stream_stream_rpc_method_handler(self.follow, request_deserializer=pb.FollowRequest.FromString),
+            "TakePartitions": grpc.stream_unary_rpc_method_handler(
+                self.take_partitions, response_serializer=pb.TakePartitionsResponse.SerializeToString
+            ),
         }
         unary: tuple[tuple[Callable[[Any, Any], Awaitable[Any]], Any, Any], ...] = (
             (self.configure_optimizer, pb.ConfigureOptimizerRequest, pb.ConfigureOptimizerResponse),
@@ -188,6 +196,13 @@ class ParameterServerServicer:
                 async for chunk in chunks:
                     yield chunk
 
+    async def take_partitions(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> pb.TakePartitionsResponse:
+        """TakePartitions."""
+        with self._metrics.counting_refusals("TakePartitions"):
+            await self._check_place()
+            await self._receiver.take(messages)
+            return pb.TakePartitionsResponse(incarnation=incarnation())
+
     # ---------------------------------------------------------------------------------------------------- the rest
 
     async def configure_optimizer(self, request: pb.ConfigureOptimizerRequest, context: Any) -> pb.ConfigureOptimizerResponse:
@@ -223,6 +238,9 @@ class ParameterServerServicer:
             await self._check_place()
             member_id, clock = parse_member(request.member_id), at_least("clock", request.clock, 0)
             place, generation = at_least("place", request.place, 0), at_least("generation", request.generation, 0)
+            if request.shard_map_epoch:
+                await self._layouts.of_epoch(request.shard_map_epoch)
+            self._check_clocks_stay()
             if generation:
                 await self._membership.admit(member_id, generation)
             elif member_id not in self._membership.fence.members:
@@ -269,6 +287,16 @@ class ParameterServerServicer:
             iterations={m: each.clock - each.origin for m, each in clocks.items() if each.origin is not None and each.takes_part},
         )
 
+    def _check_clocks_stay(self) -> None:
+        """Who takes partitions over has a copy of the clocks: what is said until the shard map names it would be lost to it."""
+        if self._shard.frozen and self._membership.consistency.mode is not ConsistencyMode.ASP:
+            raise UnavailableError(
+                "partitions of this server are moving to another one, which has got the clocks: get the shard map anew from the "
+                "coordinator, and say it again",
+                reason="PARTITION_MOVING",
+                retry_after=MOVING_RETRY,
+            )
+
     def _check_onlooker(self, member_id: str, context: grpc.aio.ServicerContext) -> None:
         """Who may only look speaks for no member: it would hold others up."""
         if self._tokens.is_open or not member_id:
@@ -296,6 +324,22 @@ class ParameterServerServicer:
                 return False
             await self._configure(revised)
             return True
+
+    async def agree(self, given: Configuration) -> Configuration:
+        """Sees that this server is configured as another server of the job, with the newer revision of the two, and returns how it is.
+        Raises PreconditionError / OPTIMIZER_CONFLICT."""
+        await self._to_its_end(self._agreement(given))
+        assert self.configuration is not None, "it was agreed on"
+        return self.configuration
+
+    async def _agreement(self, given: Configuration) -> bool:
+        async with self._configuring:
+            own = self.configuration
+            if own is not None:
+                own.check_equal(given.configured, given.consistency)
+            if newer := own is None or given.revision > own.revision:
+                await self._configure(given)
+            return newer
 
     async def _configure(self, configuration: Configuration) -> None:
         """Between the pushes before and those after it, as the journal has it."""

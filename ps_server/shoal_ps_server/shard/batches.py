@@ -30,6 +30,18 @@ class Batches:
             if key and key not in self:
                 self._add(key)
 
+    def add_runs(self, runs: Iterable[tuple[int, int]]) -> None:
+        """Notes runs of keys, first key and end of each, as another server knows them."""
+        for first, end in runs:
+            place = bisect_right(self._firsts, end)
+            while place and self._ends[self._firsts[place - 1]] >= first:  # it overlaps, or touches
+                place -= 1
+                known = self._firsts.pop(place)
+                first, end = min(first, known), max(end, self._ends.pop(known))
+            insort(self._firsts, first)
+            self._ends[first] = end
+            self._forget_oldest()
+
     def __contains__(self, key: object) -> bool:
         assert isinstance(key, int)
         place = bisect_right(self._firsts, key) - 1
@@ -51,6 +63,9 @@ class Batches:
         if first == key:
             insort(self._firsts, key)
         self._ends[first] = end
+        self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
         if len(self._ends) > MOST_RUNS:
             oldest = next(iter(self._ends))
             del self._ends[oldest]

@@ -120,10 +120,6 @@ class Layout:
     tensors: frozenset[str]
     """Names of all tensors of the job, whoever holds them."""
 
-    def same_partitions(self, other: Layout) -> bool:
-        """True when both give this server the same runs of the same tensors, so that values held under one are right under the other."""
-        return dict(self.partitions) == dict(other.partitions)
-
 
 def layout_from_shard_map(shard_map: coordinator_pb2.ShardMap, *, server_index: int) -> Layout:
     """The part of a shard map that concerns one server.

@@ -59,6 +59,12 @@ class PartitionImage:
         """The optimizer's tensors, by "RUN:NAME"."""
         return {f"{place}:{name}": run.state[name] for place, run in enumerate(self.runs) for name in sorted(run.state)}
 
+    def copy(self) -> PartitionImage:
+        """Tensors of its own."""
+        runs = tuple(replace(run, state={name: tensor.clone() for name, tensor in run.state.items()}) for run in self.runs)
+        base_values = {version: tensor.clone() for version, tensor in self.base_values.items()}
+        return replace(self, values=self.values.clone(), runs=runs, base_values=base_values)
+
 
 @dataclass(kw_only=True)
 class Settled:
@@ -241,7 +247,7 @@ class Partition:
 
         Raises InvalidRequestError / RESULT_NOT_FINITE when values or the optimizer's state came out infinite or as NaN.
         """
-        trial = Partition.restored(self._image_without_bases(), optimizer)
+        trial = Partition.restored(self.as_it_is().copy(), optimizer)
         gradient = self._compensated(gradient, absent, optimizer, base)
         trial.apply(gradient, absent, optimizer, Copies())
         for name, begin, each, tensor in (("values", 0, 1, trial._values()), *trial._state()):
@@ -296,15 +302,14 @@ class Partition:
 
     def image(self) -> PartitionImage:
         """A copy. Only with values."""
-        copies = {version: copy.clone() for version, copy in self.bases.copies.items()}
-        return replace(self._image_without_bases(), pulled=dict(self.bases.pulled), base_values=copies)
+        return replace(self.as_it_is(), pulled=dict(self.bases.pulled), base_values=dict(self.bases.copies)).copy()
 
-    def _image_without_bases(self) -> PartitionImage:
-        values = self._values()
+    def as_it_is(self) -> PartitionImage:
+        """Its own tensors, which the next change changes, and without those for delay compensation. Only with values."""
         return PartitionImage(
             spec=self.spec,
             version=self.version,
-            values=values.clone(),
+            values=self._values(),
             runs=() if self.optimizer is None else self.optimizer.images(),
             sequences=dict(self.settled.sequences),
             batches=dict(self.settled.batches),

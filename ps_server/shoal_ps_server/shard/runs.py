@@ -20,7 +20,7 @@ from shoal_ps_server.shard.optimizer import OptimizerSettings
 
 @dataclass(frozen=True, kw_only=True)
 class RunImage:
-    """A run's state at one moment, in tensors of its own."""
+    """A run's state at one moment."""
 
     first: int
     """Position of its first piece; it ends before piece `end`."""
@@ -119,11 +119,8 @@ class PartitionOptimizer:
                 yield name, self._spec.starts[run.first], each, tensor
 
     def images(self) -> tuple[RunImage, ...]:
-        """Copies of the state of all runs, in order."""
-        return tuple(
-            RunImage(first=run.first, end=run.end, state={name: tensor.clone() for name, tensor in self._state_of(run).items()})
-            for run in self._runs
-        )
+        """The state of all runs, in order, in the tensors that the next step changes."""
+        return tuple(RunImage(first=run.first, end=run.end, state=self._state_of(run)) for run in self._runs)
 
     def _state_of(self, run: _Run) -> dict[str, torch.Tensor]:
         if run.values not in self._torch.state:  # asking would make an empty one

@@ -11,23 +11,28 @@ measurement). gRPC's own threads take the next chunks off the wire while torch, 
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final
 
 import torch
 from shoal_common import codecs
-from shoal_common.errors import PreconditionError
+from shoal_common.errors import PreconditionError, UnavailableError
 from shoal_common.tables.values import Ids
 
 from shoal_ps_server.shard.batches import Batches
-from shoal_ps_server.shard.layout import Layout
+from shoal_ps_server.shard.layout import Layout, PartitionSpec
 from shoal_ps_server.shard.optimizer import OptimizerSettings
 from shoal_ps_server.shard.partition import Partition, PartitionImage
-from shoal_ps_server.shard.payload import Upload, UploadHeader
+from shoal_ps_server.shard.payload import Upload, UploadHeader, describe
 from shoal_ps_server.shard.reading import Copies, Reading
 from shoal_ps_server.shard.table_rows import TableRows, new_partition, restored_partition
+
+MOVING_RETRY: Final = timedelta(milliseconds=50)
+"""When whoever asked for a partition that is moving asks again: a move takes fractions of a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +99,7 @@ class Shard:
         """After what was admitted: what the next push is compared with."""
         self._optimizer = optimizer
         self._partitions = {image.spec.partition_id: restored_partition(image, optimizer) for image in restored}
+        self._frozen: frozenset[int] = frozenset()
         self._copies = Copies()
         self._pushes_applied = 0
         self._pushes_deduplicated = 0
@@ -103,6 +109,54 @@ class Shard:
         for partition_id, spec in layout.partitions.items():
             self._partitions.setdefault(partition_id, new_partition(spec))
 
+    @property
+    def frozen(self) -> frozenset[int]:
+        """Partitions that are on their way to another server: nobody pulls them, and no push of them is admitted."""
+        return self._frozen
+
+    def freeze(self, partition_ids: Iterable[int]) -> None:
+        """From now on they are as they are, once what was admitted has been applied."""
+        self._frozen |= frozenset(partition_ids)
+
+    def thaw(self, partition_ids: Iterable[int]) -> None:
+        """They stay, and are served again."""
+        self._frozen -= frozenset(partition_ids)
+
+    def drop(self, partition_ids: Collection[int]) -> None:
+        """Another server has them. Who is reading one reads it to its end."""
+        for partition_id in partition_ids:
+            del self._partitions[partition_id]
+        self.thaw(partition_ids)
+
+    def put(self, image: PartitionImage) -> None:
+        """Adds a partition as another server had it; the image's tensors become its own."""
+        assert image.spec.partition_id not in self._partitions, "one server has it"
+        self._partitions[image.spec.partition_id] = restored_partition(image, self._optimizer)
+
+    def check_open(self, spec: PartitionSpec) -> None:
+        """Raises UnavailableError / PARTITION_MOVING for a partition that is frozen, and PreconditionError / STALE_SHARD_MAP for one that
+        has gone to another server since its request was looked at."""
+        if spec.partition_id in self._frozen:
+            raise UnavailableError(
+                f"{describe(spec)} is moving to another server: get the shard map anew from the coordinator, and try again",
+                reason="PARTITION_MOVING",
+                retry_after=MOVING_RETRY,
+            )
+        if spec.partition_id not in self._partitions:
+            raise PreconditionError(
+                f"{describe(spec)} has moved to another server: get the shard map anew from the coordinator", reason="STALE_SHARD_MAP"
+            )
+
+    def _open(self, spec: PartitionSpec) -> Partition:
+        self.check_open(spec)
+        return self._partitions[spec.partition_id]
+
+    def add_batches(self, runs: Iterable[tuple[int, int]]) -> None:
+        """Takes over which leased batches another server knows to be finished, as runs of keys."""
+        runs = tuple(runs)
+        for batches in (self.batches, self._admitted_batches):
+            batches.add_runs(runs)
+
     def configure(self, optimizer: OptimizerSettings) -> None:
         """Sets the optimizer, or changes the hyperparameters of the one that is set."""
         self._optimizer = optimizer
@@ -111,10 +165,10 @@ class Shard:
                 partition.optimizer.retune(optimizer)
 
     def admit_values(self, upload: Upload) -> Admitted | None:
-        """First values of a partition; None: it has some, or they are on their way. Raises as `Upload.values`."""
+        """First values of a partition; None: it has some, or they are on their way. Raises as `check_open` and `Upload.values`."""
         started = time.perf_counter()
         header = upload.header
-        partition = self._partitions[header.spec.partition_id]
+        partition = self._open(header.spec)
         if partition.version or partition.on_their_way:
             return None
         values = upload.values()
@@ -124,13 +178,13 @@ class Shard:
         )
 
     def is_settled(self, header: UploadHeader) -> bool:
-        """Whether the number of a push is used up, or will be by what is on its way."""
-        return not self._partitions[header.spec.partition_id].is_next(header)
+        """Whether the number of a push is used up, or will be by what is on its way. Raises as `check_open`."""
+        return not self._open(header.spec).is_next(header)
 
     def needs_trial(self, upload: Upload) -> bool:
         """Whether an update may come out infinite, so that it is tried first, which needs all before it to be applied. Raises as
         `admit_push`."""
-        partition = self._partitions[upload.header.spec.partition_id]
+        partition = self._open(upload.header.spec)
         if self._optimizer is None or self._is_known(partition, upload.header):
             return False
         return partition.needs_trial(upload.largest, self._optimizer)
@@ -140,11 +194,11 @@ class Shard:
         its way to the partition.
 
         Raises PreconditionError (OPTIMIZER_UNCONFIGURED, and as `Partition.is_duplicate`), LimitError / MEMORY_EXHAUSTED,
-        InvalidRequestError / RESULT_NOT_FINITE, and as `Upload.values`; nothing is admitted then.
+        InvalidRequestError / RESULT_NOT_FINITE, and as `check_open` and `Upload.values`; nothing is admitted then.
         """
         started = time.perf_counter()
         header = upload.header
-        partition = self._partitions[header.spec.partition_id]
+        partition = self._open(header.spec)
         if self._optimizer is None:
             raise PreconditionError("this server has no optimizer: send ConfigureOptimizer before Push", reason="OPTIMIZER_UNCONFIGURED")
         duplicate = self._is_known(partition, header)
@@ -242,10 +296,10 @@ class Shard:
             batches.add(header.finished_batches)
 
     def known(self, header: UploadHeader) -> Outcome:
-        """What is answered to an upload that changes nothing."""
+        """What is answered to an upload that changes nothing. Raises as `check_open`."""
+        partition = self._open(header.spec)
         if header.sequence:
             self._pushes_deduplicated += 1
-        partition = self._partitions[header.spec.partition_id]
         elsewhere = header.batch in self.batches or partition.has_of_another(header)
         return Outcome(partition_id=header.spec.partition_id, version=partition.version, duplicate=True, known_batch=elsewhere)
 
@@ -280,9 +334,17 @@ class Shard:
         return partition.read_rows(ids, self._copies)
 
     def image(self, partition_id: int) -> PartitionImage | None:
-        """A copy of a partition for a snapshot; None without values."""
+        """A copy of a partition for a snapshot or another server; None without values, or when it is not held."""
+        partition = self._partitions.get(partition_id)
+        return partition.image() if partition is not None and partition.version else None
+
+    def frozen_image(self, partition_id: int) -> PartitionImage:
+        """A partition that is frozen, where it lies, with nothing on its way to it. What its members have pulled, for delay compensation,
+        is left out: another server does not know of it."""
         partition = self._partitions[partition_id]
-        return partition.image() if partition.version else None
+        assert partition_id in self._frozen, "it would change"
+        assert not partition.on_their_way, "what was admitted is waited for"
+        return partition.as_it_is()
 
     def partition_ids(self) -> tuple[int, ...]:
         """Those held, ascending, with values or without."""

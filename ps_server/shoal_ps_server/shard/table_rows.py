@@ -115,8 +115,8 @@ class TableRows(Partition):
         values = torch.from_numpy(self.rows.values(ids))
         return EncodedValues(values.view(-1).view(torch.uint8)).read(copies, version=self.version)
 
-    def image(self) -> PartitionImage:
-        """See `Partition.image`."""
+    def as_it_is(self) -> PartitionImage:
+        """See `Partition.as_it_is`; a copy."""
         return PartitionImage(
             spec=self.spec,
             version=self.version,

@@ -6,14 +6,14 @@ Without a data directory there is no journal, and a change is made at once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 
 from shoal_common.errors import UnavailableError
 
 from shoal_ps_server.configuration import Configuration
-from shoal_ps_server.shard.layout import Layout
+from shoal_ps_server.shard.layout import Layout, PartitionSpec
 from shoal_ps_server.shard.payload import Upload, UploadHeader
 from shoal_ps_server.shard.shard import Admitted, Outcome, Shard
 from shoal_ps_server.storage.image import Members
@@ -45,6 +45,8 @@ class Changes:
         self._members = members
         self._journal: Journal | None = None
         self._layout_written: Layout | None = None
+        self._layout_on_its_way: Layout | None = None
+        """The newest that `adopt` was called with."""
         self._members_due = True
         self._latest: dict[int, asyncio.Future[Outcome]] = {}
         """Partition -> the last change of it that is on its way, or was."""
@@ -93,8 +95,17 @@ class Changes:
                         reason="CHANGE_PENDING",
                     ) from error
 
+    async def made(self, partition_ids: Iterable[int]) -> None:
+        """Waits for what is on its way to these partitions, whatever becomes of it."""
+        if pending := [latest for each in partition_ids if (latest := self._latest.get(each)) is not None and not latest.done()]:
+            await asyncio.wait(pending)
+
+    def check_open(self, spec: PartitionSpec) -> None:
+        """Raises as `Shard.check_open`."""
+        self._shard.check_open(spec)
+
     def is_settled(self, push: UploadHeader) -> bool:
-        """Whether the number of a push is used up, so that it will change nothing."""
+        """Whether the number of a push is used up, so that it will change nothing. Raises as `Shard.check_open`."""
         return self._shard.is_settled(push)
 
     async def initialize(self, upload: Upload) -> asyncio.Future[Outcome]:
@@ -105,6 +116,24 @@ class Changes:
         """Calls `effect` once the journal has the configuration. The future fails with UnavailableError / JOURNAL_FAILED."""
         self._configured = self._make(configuration_record(configuration), effect)
         return self._configured
+
+    def adopt(self, layout: Layout, effect: Callable[[], None]) -> asyncio.Future[None]:
+        """Calls `effect`, by which partitions come and go, once the journal has the shard map that says so. The future fails as that of
+        `configure`."""
+        if self._journal is None:
+            effect()
+            return _done(None)
+        self._layout_written = self._layout_on_its_way = layout
+        return self._journal.append(layout_record(layout), effect, refused=self._write_again)
+
+    def move(self, record: Record, effect: Callable[[], None], *, refused: Callable[[], None] = lambda: None) -> asyncio.Future[None]:
+        """Calls `effect` once the journal has what is said of partitions that move; `refused` where it cannot. The future fails as that of
+        `configure`."""
+        return self._make(record, effect, refused=refused)
+
+    def in_order(self, look: Callable[[], T]) -> asyncio.Future[T]:
+        """Calls `look` once all that was said to the journal before has been made. The future fails as that of `configure`."""
+        return self._make(None, look)
 
     def clock(self, member_id: str, clock: int, *, place: int = 0) -> None:
         """A member's word on its clock, without a push, for the journal. Nobody waits for it: a member whose word is lost is held for
@@ -175,7 +204,7 @@ class Changes:
         journal = self._journal
         if journal is None:
             return _done(effect())
-        layout = self._layout()
+        layout = self._newest_layout()
         if layout is not None and layout is not self._layout_written:
             self._layout_written = layout
             journal.append(layout_record(layout), lambda: None, refused=self._write_again)
@@ -184,8 +213,13 @@ class Changes:
             journal.append(members_record(self._members()), lambda: None, refused=self._write_again)
         return journal.append(record, effect, refused=refused)
 
+    def _newest_layout(self) -> Layout | None:
+        """The journal never goes back to a map before one that is on its way."""
+        layout, coming = self._layout(), self._layout_on_its_way
+        return coming if coming is not None and (layout is None or coming.epoch > layout.epoch) else layout
+
     def _write_again(self) -> None:
-        self._layout_written, self._members_due = None, True
+        self._layout_written, self._layout_on_its_way, self._members_due = None, None, True
 
 
 def _done(value: T) -> asyncio.Future[T]:

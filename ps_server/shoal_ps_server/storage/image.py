@@ -21,10 +21,11 @@ from shoal_ps_server.shard.dtypes import BY_NAME
 from shoal_ps_server.shard.layout import Bucket, Layout, PartitionSpec, Piece
 from shoal_ps_server.shard.optimizer import OptimizerSettings, ParameterGroup, optimizer_settings
 from shoal_ps_server.shard.partition import PartitionImage
+from shoal_ps_server.storage.moves import Leaving, Taken
 
-FORMAT_VERSION: Final = 5
+FORMAT_VERSION: Final = 6
 """Grows when an older release could not read the file: 2 has a journal beside it, in 3 a partition has pieces of several tensors, in 4
-pieces know their rows, and in 5 partitions may be buckets of tables."""
+pieces know their rows, in 5 partitions may be on their way between servers, and in 6 they may be buckets of tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +77,9 @@ class ServerState:
     """Which leased batches are finished: see `Batches`."""
     backup: str = ""
     """See `Recovered.backup`."""
+    settled: int = 0
+    """The last move of partitions between servers on which the coordinator has decided; and `leaving`: those that are to go."""
+    leaving: Leaving | None = None
     journal: int = 0
     """Number of the journal's first file that has what a snapshot lacks; 0: there is no journal yet."""
 
@@ -86,6 +90,9 @@ class ServerImage:
 
     state: ServerState
     partitions: tuple[PartitionImage, ...]
+    taken: Taken | None = None
+    """What another server handed over and is not this one's yet; and `coming`: what came of it when not all has."""
+    coming: Taken | None = None
 
 
 def state_to_json(state: ServerState) -> dict[str, Any]:
@@ -98,6 +105,8 @@ def state_to_json(state: ServerState) -> dict[str, Any]:
         "membership": members_to_json(state.membership),
         "batches": list(state.batches),
         "backup": state.backup,
+        "settled": state.settled,
+        "leaving": None if state.leaving is None else [state.leaving.move, sorted(state.leaving.partitions)],
         "journal": state.journal,
     }
 
@@ -112,8 +121,17 @@ def state_from_json(value: Mapping[str, Any]) -> ServerState:
         membership=members_from_json(value["membership"]),
         batches=tuple((int(first), int(end)) for first, end in value["batches"]),
         backup=str(value.get("backup", "")),  # older releases had none
+        settled=int(value.get("settled", 0)),  # nor partitions that move
+        leaving=_leaving_from_json(value.get("leaving")),
         journal=int(value["journal"]),
     )
+
+
+def _leaving_from_json(value: Sequence[Any] | None) -> Leaving | None:
+    if value is None:
+        return None
+    move, partitions = value
+    return Leaving(move=int(move), partitions=frozenset(map(int, partitions)))
 
 
 def layout_to_json(layout: Layout) -> dict[str, Any]:
@@ -123,34 +141,39 @@ def layout_to_json(layout: Layout) -> dict[str, Any]:
         "server_index": layout.server_index,
         "tensors": sorted(layout.tensors),
         "owners": sorted(layout.owners.items()),
-        "partitions": [
-            [spec.partition_id, spec.element.name, [[piece.tensor, piece.offset, piece.length, piece.row] for piece in spec.pieces]]
-            for spec in layout.partitions.values()
-        ],
-        "buckets": {number: _bucket_to_json(spec.bucket) for number, spec in layout.partitions.items() if spec.bucket is not None},
+        "partitions": list(map(spec_to_json, layout.partitions.values())),
     }
 
 
 def layout_from_json(value: Mapping[str, Any]) -> Layout:
     """The inverse. Raises as `state_from_json`."""
-    buckets = {int(number): _bucket_from_json(bucket) for number, bucket in value["buckets"].items()}
-    specs = [
-        PartitionSpec(
-            partition_id=int(number),
-            pieces=tuple(
-                Piece(tensor=str(tensor), offset=int(offset), length=int(length), row=int(row)) for tensor, offset, length, row in pieces
-            ),
-            element=BY_NAME[dtype],
-            bucket=buckets.get(int(number)),
-        )
-        for number, dtype, pieces in value["partitions"]
-    ]
+    specs = list(map(spec_from_json, value["partitions"]))
     return Layout(
         epoch=int(value["epoch"]),
         server_index=int(value["server_index"]),
         partitions=MappingProxyType({spec.partition_id: spec for spec in specs}),
         owners=MappingProxyType({int(partition): int(owner) for partition, owner in value["owners"]}),
         tensors=frozenset(map(str, value["tensors"])),
+    )
+
+
+def spec_to_json(spec: PartitionSpec) -> list[Any]:
+    """Plain JSON values; of a bucket of a table one more."""
+    pieces = [[piece.tensor, piece.offset, piece.length, piece.row] for piece in spec.pieces]
+    bucket = [] if spec.bucket is None else [_bucket_to_json(spec.bucket)]
+    return [spec.partition_id, spec.element.name, pieces, *bucket]
+
+
+def spec_from_json(value: Sequence[Any]) -> PartitionSpec:
+    """The inverse. Raises as `state_from_json`."""
+    number, dtype, pieces, *bucket = value
+    return PartitionSpec(
+        partition_id=int(number),
+        pieces=tuple(
+            Piece(tensor=str(tensor), offset=int(offset), length=int(length), row=int(row)) for tensor, offset, length, row in pieces
+        ),
+        element=BY_NAME[dtype],
+        bucket=_bucket_from_json(bucket[0]) if bucket else None,
     )
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +23,7 @@ from shoal_ps_server.shard.shard import Shard
 from shoal_ps_server.storage.changes import Changes
 from shoal_ps_server.storage.directory import DataDirectory
 from shoal_ps_server.storage.image import ServerImage, ServerState
+from shoal_ps_server.storage.moves import Moves, Taken
 from shoal_ps_server.storage.snapshot import write_snapshot
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class SnapshotKeeper:
         *,
         directory: DataDirectory | None,
         shard: Shard,
+        moves: Moves,
         state: Callable[[], ServerState | None],
         changes: Changes,
         metrics: Metrics,
@@ -58,6 +60,8 @@ class SnapshotKeeper:
         from which on a snapshot is due, if that is more than four times what the server holds."""
         self._directory = directory
         self._shard = shard
+        self._moves = moves
+        moves.before_drop = self._copy_now
         self._state = state
         self._changes = changes
         self._journal_limit = journal_limit
@@ -67,6 +71,8 @@ class SnapshotKeeper:
         """The thread that writes, or wrote last; and the one that removes what a snapshot has made superfluous."""
         self._forgetting: asyncio.Future[None] | None = None
         self._last: tuple[object, ...] = ()
+        self._begun = _Begun()
+        """What the snapshot that is being written has so far."""
 
     async def write(self) -> Written:
         """Writes one now; returns when it is on disk.
@@ -87,7 +93,8 @@ class SnapshotKeeper:
                 state = replace(state, configuration=now.configuration)  # the first one: nothing was pushed before it
             if self._changes.is_broken:
                 raise UnavailableError("this server ends, to be recovered", reason="SERVER_STOPPING")
-            image = ServerImage(state=state, partitions=partitions)
+            image = ServerImage(state=state, partitions=partitions, taken=self._begun.taken, coming=self._begun.coming)
+            self._begun = _Begun()
             if self._on_disk is not None:
                 # Cancelling whoever waited for it did not end it, and it writes the same temporary file.
                 await asyncio.wait([self._on_disk])
@@ -143,8 +150,11 @@ class SnapshotKeeper:
         return written >= self._journal_limit and written >= 4 * self._shard.summary().stored_bytes
 
     def _state_at(self, journal_file: int) -> ServerState:
-        state = self._state()
+        state, moves = self._state(), self._moves
         assert state is not None, "what is known of the partitions is not forgotten"
+        # What others handed over is served, and changes, when it becomes this server's own.
+        taken, coming = (None if each is None else each.copy() for each in (moves.taken, moves.coming))
+        self._begun = _Begun(due=set(self._shard.partition_ids()), taken=taken, coming=coming)
         return replace(state, batches=self._shard.batches.runs(), journal=journal_file)
 
     async def _forget_journal_before(self, number: int) -> None:
@@ -158,13 +168,27 @@ class SnapshotKeeper:
             logger.error("files of the journal that are not needed any more could not be removed", extra={"error": error})
 
     async def _capture(self) -> tuple[PartitionImage, ...]:
-        images: list[PartitionImage] = []
-        for partition_id in self._shard.partition_ids():
-            image = self._shard.image(partition_id)
-            if image is not None:
-                images.append(image)
+        """All partitions of the moment when the journal's file was begun, also those that go to another server meanwhile."""
+        begun = self._begun
+        while begun.due:
+            self._copy_now([min(begun.due)])
             await asyncio.sleep(0)  # lets pushes and pulls go on in between
-        return tuple(images)
+        return tuple(begun.images)
+
+    def _copy_now(self, partition_ids: Collection[int]) -> None:
+        for partition_id in self._begun.due.intersection(partition_ids):
+            self._begun.due.remove(partition_id)
+            if (image := self._shard.image(partition_id)) is not None:
+                self._begun.images.append(image)
+
+
+@dataclass(kw_only=True)
+class _Begun:
+    due: set[int] = field(default_factory=set)
+    """Partitions that are still to be copied."""
+    images: list[PartitionImage] = field(default_factory=list)
+    taken: Taken | None = None
+    coming: Taken | None = None
 
 
 def _fingerprint(state: ServerState, versions: dict[int, int]) -> tuple[object, ...]:

@@ -8,7 +8,7 @@
     checksum     8 bytes: xxh3-64 of all of the above, of where in the file the record begins, and of what follows; its seed is the
                  journal's id, so that nothing that came in a payload passes for a record
     header       JSON
-    payload      a partition as it came over the wire; empty in records that have none
+    payload      a partition as it came over the wire, from a member or from another server; empty in records that have none
 
 `durable` tells a write that a crash tore, which nobody was told of, from damage to what was acknowledged (segments.py).
 """
@@ -28,7 +28,7 @@ MAGIC: Final = b"\x89shoalR\n"
 _FIXED: Final = struct.Struct("<8sQIQQ")
 _CHECKSUM: Final = struct.Struct("<Q")
 _LARGEST_HEADER: Final = 256 << 20
-_LARGEST_PAYLOAD: Final = 64 << 20
+_LARGEST_PAYLOAD: Final = 1 << 30
 OVERHEAD_BYTES: Final = _FIXED.size + _CHECKSUM.size
 _NOTHING: Final = memoryview(b"")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -22,6 +22,8 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.configuration import Configuration
 from shoal_ps_server.consistency.clocks import ConsistencyMode
 from shoal_ps_server.shard.layout import Layout
+from shoal_ps_server.shard.optimizer import OptimizerSettings
+from shoal_ps_server.shard.partition import PartitionImage
 from shoal_ps_server.shard.payload import Upload, UploadHeader
 from shoal_ps_server.shard.shard import Admitted, Shard
 from shoal_ps_server.storage.image import (
@@ -33,9 +35,13 @@ from shoal_ps_server.storage.image import (
     layout_to_json,
     members_from_json,
     members_to_json,
+    spec_from_json,
+    spec_to_json,
 )
+from shoal_ps_server.storage.moves import Moves
 from shoal_ps_server.storage.record import Record
 from shoal_ps_server.storage.segments import Segments
+from shoal_ps_server.storage.snapshot import partition_from_bytes, partition_to_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +56,14 @@ BACKUP: Final = "backup"
 """From here on, another server had to have each change before it was made; or none had to."""
 KNOWN: Final = "known"
 """A push that was known by its batch: its number is used up, and nothing else changes."""
+COMING: Final = "coming"
+"""A partition that another server hands over."""
+TAKEN: Final = "taken"
+"""All partitions of a move have come. They are this server's once a LAYOUT says so."""
+LEAVING: Final = "leaving"
+"""Another server has taken partitions; from here on nothing of them changes. A LAYOUT without them drops them."""
+SETTLED: Final = "settled"
+"""The coordinator has decided on all moves up to this one, as the last LAYOUT says."""
 
 
 def layout_record(layout: Layout) -> Record:
@@ -77,6 +91,48 @@ def backup_record(server_id: str) -> Record:
     return Record(kind=BACKUP, fields={"server_id": server_id})
 
 
+def coming_record(move: int, entry: Mapping[str, Any], payload: memoryview) -> Record:
+    """Makes the record of a partition that another server hands over, as `coming_fields` and its tensors came."""
+    return Record(kind=COMING, fields={**entry, "move": move}, payload=payload)
+
+
+def coming_fields(image: PartitionImage) -> tuple[dict[str, Any], bytes]:
+    """What is said of a partition that is handed over, and its tensors."""
+    entry, data = partition_to_bytes(image)
+    return entry | {"spec": spec_to_json(image.spec)}, data
+
+
+def coming_image(entry: Mapping[str, Any], data: memoryview, optimizer: OptimizerSettings | None) -> PartitionImage:
+    """The inverse. Raises as `partition_from_bytes`."""
+    return partition_from_bytes(entry, data, spec_from_json(entry["spec"]), optimizer)
+
+
+def taken_record(move: int, partition_ids: Iterable[int], batches: Iterable[tuple[int, int]]) -> Record:
+    """Makes the record of a move whose partitions have all come. `batches`: finished ones, as the giver knows them."""
+    return Record(kind=TAKEN, fields={"move": move, "partitions": list(partition_ids), "batches": list(batches)})
+
+
+def leaving_record(move: int, partition_ids: Iterable[int]) -> Record:
+    """Makes the record of partitions that another server has taken."""
+    return Record(kind=LEAVING, fields={"move": move, "partitions": list(partition_ids)})
+
+
+def settled_record(move: int) -> Record:
+    """Makes the record of the coordinator's decision on all moves up to this one."""
+    return Record(kind=SETTLED, fields={"move": move})
+
+
+def moves_records(moves: Moves) -> Iterator[Record]:
+    """Makes the records of what other servers have handed over so far, for who begins to follow. Their payloads are copies."""
+    for taken in (moves.taken, moves.coming):
+        if taken is not None:
+            for image in taken.images.values():
+                entry, data = coming_fields(image)
+                yield coming_record(taken.move, entry, memoryview(data))
+            if taken is moves.taken:
+                yield taken_record(taken.move, taken.images, ())
+
+
 def partition_record(admitted: Admitted, upload: Upload) -> Record:
     """Makes the record of a change of a partition, with its payload as it came."""
     header = admitted.header
@@ -101,6 +157,8 @@ class Recovered:
     """A server as it was."""
 
     shard: Shard
+    moves: Moves
+    """Partitions on their way to this server's shard, or from it."""
     layout: Layout | None = None
     """None: it knew no shard map yet."""
     configuration: Configuration | None = None
@@ -143,7 +201,8 @@ class Replay:
         """`image`: the server before them; its tensors become the shard's own. None: it held nothing. `records`: all that will be made, as
         far as that is known before."""
         self._records = records
-        self._looked_ahead = False
+        self._looked_ahead: frozenset[int] = frozenset()
+        """Partitions of the layout that the journal was looked through for."""
         state = None if image is None else image.state
         self._backup = "" if state is None else state.backup
         self.layout = None if state is None else state.layout
@@ -155,6 +214,13 @@ class Replay:
             optimizer=optimizer,
             restored=() if image is None else image.partitions,
             batches=() if state is None else state.batches,
+        )
+        self.moves = Moves(
+            self.shard,
+            settled=0 if state is None else state.settled,
+            leaving=None if state is None else state.leaving,
+            taken=None if image is None else image.taken,
+            coming=None if image is None else image.coming,
         )
         if self.layout is not None:
             self.shard.adopt(self.layout)
@@ -168,6 +234,10 @@ class Replay:
             KNOWN: self._change,
             CLOCK: self._tick,
             BACKUP: self._hold,
+            COMING: self._bring,
+            TAKEN: self._take,
+            LEAVING: self._leave,
+            SETTLED: self._settle,
         }
 
     @property
@@ -179,6 +249,7 @@ class Replay:
         """The server after all records that were made."""
         return Recovered(
             shard=self.shard,
+            moves=self.moves,
             layout=self.layout,
             configuration=self.configuration,
             members=self.members,
@@ -195,19 +266,35 @@ class Replay:
         self._backup = str(record.fields["server_id"])
 
     def _adopt(self, record: Record) -> None:
-        self.layout = layout_from_json(record.fields)
-        self.shard.adopt(self.layout)
+        before, self.layout = self.layout, layout_from_json(record.fields)
+        self.moves.adopt(self.layout, before=before, members=self._known_members())
         self._look_ahead()
 
+    def _bring(self, record: Record) -> None:
+        optimizer = None if self.configuration is None else self.configuration.optimizer
+        self.moves.bring(int(record.fields["move"]), coming_image(record.fields, record.payload, optimizer))
+
+    def _take(self, record: Record) -> None:
+        fields = record.fields
+        batches = [(int(first), int(end)) for first, end in fields["batches"]]
+        self.moves.take(int(fields["move"]), map(int, fields["partitions"]), batches)
+
+    def _leave(self, record: Record) -> None:
+        self.moves.leave(int(record.fields["move"]), map(int, record.fields["partitions"]))
+
+    def _settle(self, record: Record) -> None:
+        self.moves.settle(int(record.fields["move"]))
+
     def _look_ahead(self) -> None:
-        """Once it is known that there may be compensated pushes, says which values they will need."""
+        """Once it is known that there may be compensated pushes, says which values they will need; again of partitions that come later."""
         compensates = self.configuration is not None and self.configuration.optimizer.delay_compensation
-        if self._looked_ahead or not compensates or self.layout is None:
+        if not compensates or self.layout is None:
             return
-        self._looked_ahead = True
-        for record in self._records():
+        fresh = self.layout.partitions.keys() - self._looked_ahead
+        self._looked_ahead = frozenset(self.layout.partitions)
+        for record in self._records() if fresh else ():
             fields = record.fields
-            if record.kind != PUSH or not fields.get("compensated") or fields["partition"] not in self.layout.partitions:
+            if record.kind != PUSH or not fields.get("compensated") or fields["partition"] not in fresh:
                 continue
             if int(fields["version"]) > self.shard.version(fields["partition"]):
                 self.shard.will_redo(fields["partition"], int(fields["base"]))
@@ -215,8 +302,11 @@ class Replay:
     def _learn(self, record: Record) -> None:
         self._members = members_from_json(record.fields)
         self._clocks = self._members.restored_clocks()
-        self.shard.forget_all_but(self._members.members | self._members.put_out.keys())
+        self.shard.forget_all_but(self._known_members())
         self.shard.keep_bases_of(self._members.members)
+
+    def _known_members(self) -> frozenset[str]:
+        return self._members.members | self._members.put_out.keys()
 
     def _tick(self, record: Record) -> None:
         fields = record.fields

@@ -30,9 +30,10 @@ from shoal_ps_server.storage.record import Found, Record, later, read_all
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION: Final = 4
+FORMAT_VERSION: Final = 5
 """Grows when an older release could not read the file: in 2 a partition has pieces of several tensors, in 3 pieces know their rows, in 4
-partitions may be buckets of tables."""
+partitions move between servers, and in 5 they may be buckets of tables."""
+_OLDEST_READABLE: Final = 3
 OPENING: Final = "journal"
 """Kind of a file's first record."""
 JOURNAL_PREFIX: Final = "journal."
@@ -181,9 +182,10 @@ class Segments:
         path, fields = self.path(number), found.record.fields
         if not {"version", "job_id", "server_id", "previous_end"} <= fields.keys():
             return None
-        if (version := fields["version"]) != FORMAT_VERSION:
+        if not _OLDEST_READABLE <= (version := fields["version"]) <= FORMAT_VERSION:
             raise CorruptDataError(
-                f"{path} has format version {version}, this release reads {FORMAT_VERSION}; start the release that wrote it",
+                f"{path} has format version {version}, this release reads {_OLDEST_READABLE} to {FORMAT_VERSION}; start the "
+                "release that wrote it",
                 reason="JOURNAL_NEWER" if version > FORMAT_VERSION else "JOURNAL_OLDER",
             )
         theirs = Owner(job_id=fields["job_id"], server_id=fields["server_id"])

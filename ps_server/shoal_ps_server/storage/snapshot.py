@@ -2,16 +2,18 @@
 
 Tensors are named `PARTITION:values`, `PARTITION:state:RUN:NAME` and `PARTITION:base:VERSION` (of earlier versions, for delay
 compensation), and of a bucket of a table `PARTITION:rows:ids`, `PARTITION:rows:values`, `PARTITION:rows:updated_at` and
-`PARTITION:rows:state:NAME`; which pieces a run has is in the metadata. That has three entries: `format` says whose file it is, `shoal` is
-the JSON of image.py with each tensor's xxh3-64, `xxh3` is the xxh3-64 of that JSON. The file is written by hand, since the library's writer
-would hold all of it in memory once more, and read by the library, whose parser is strict.
+`PARTITION:rows:state:NAME`, with `taken:` or `coming:` before that where another server handed them over; which pieces a run has is in the
+metadata. That has three entries: `format` says whose file it is, `shoal` is the JSON of image.py with each tensor's xxh3-64, `xxh3` is the
+xxh3-64 of that JSON. The file is written by hand, since the library's writer would hold all of it in memory once more, and read by the
+library, whose parser is strict.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load, save
 from shoal_common.errors import CorruptDataError, ShoalError
 from shoal_common.failpoints import failpoint
 from shoal_common.tables.rows import Rows, RowsImage
@@ -30,9 +31,21 @@ from shoal_ps_server.shard.optimizer import OptimizerSettings
 from shoal_ps_server.shard.partition import PartitionImage
 from shoal_ps_server.shard.payload import bytes_of
 from shoal_ps_server.shard.runs import RunImage
-from shoal_ps_server.storage.image import FORMAT_VERSION, ServerImage, ServerState, dumps, state_from_json, state_to_json
+from shoal_ps_server.storage.image import (
+    FORMAT_VERSION,
+    ServerImage,
+    dumps,
+    spec_from_json,
+    spec_to_json,
+    state_from_json,
+    state_to_json,
+)
+from shoal_ps_server.storage.moves import Taken
 
 FORMAT: Final = "shoal-ps-server-snapshot"
+_OLDEST_READABLE: Final = 4
+_TAKEN: Final = "taken:"
+_COMING: Final = "coming:"
 
 _SAFETENSORS_NAMES: Final = {
     torch.float32: "F32",
@@ -41,11 +54,15 @@ _SAFETENSORS_NAMES: Final = {
     torch.bfloat16: "BF16",
     torch.int64: "I64",
 }
+_DTYPES: Final = {name: dtype for dtype, name in _SAFETENSORS_NAMES.items()}
 
 
 def write_snapshot(path: Path, image: ServerImage) -> int:
     """Replaces `path` atomically; returns its size in bytes. On OSError the old file is still there, and nothing else is left."""
     tensors = {name: tensor for partition in image.partitions for name, tensor in _named(partition).items()}
+    for prefix, taken in ((_TAKEN, image.taken), (_COMING, image.coming)):
+        if taken is not None:
+            tensors |= {name: tensor for each in taken.images.values() for name, tensor in _named(each, prefix).items()}
     header = _header(tensors, _metadata(image))
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -79,8 +96,20 @@ def read_snapshot(path: Path) -> ServerImage | None:
         with safe_open(path, framework="pt") as file:
             metadata = _checked_metadata(path, file.metadata() or {})
             state = state_from_json(metadata["state"])
-            partitions = tuple(_partition(file.get_tensor, state, entry) for entry in metadata["partitions"])
+            optimizer = None if state.configuration is None else state.configuration.optimizer
+            specs = state.layout.partitions
+
+            def read(name: str) -> torch.Tensor:
+                tensor: torch.Tensor = file.get_tensor(name)
+                return tensor.clone()
+
+            partitions = tuple(_partition(read, specs[entry["partition_id"]], optimizer, entry) for entry in metadata["partitions"])
             named = {name for partition in partitions for name in _named(partition)}
+            handed_over = {}
+            for prefix in (_TAKEN, _COMING):
+                handed_over[prefix] = _taken_from(read, prefix, metadata.get(prefix), optimizer)
+                if (taken := handed_over[prefix]) is not None:
+                    named |= {name for each in taken.images.values() for name in _named(each, prefix)}
             if extra := set(file.keys()) - named:
                 raise ValueError(f"tensors that the metadata does not name: {', '.join(sorted(extra)[:5])}")
     except CorruptDataError:
@@ -91,22 +120,56 @@ def read_snapshot(path: Path) -> ServerImage | None:
             "without values",
             reason="SNAPSHOT_CORRUPT",
         ) from error
-    return ServerImage(state=state, partitions=partitions)
+    return ServerImage(state=state, partitions=partitions, taken=handed_over[_TAKEN], coming=handed_over[_COMING])
 
 
 def partition_to_bytes(partition: PartitionImage) -> tuple[dict[str, Any], bytes]:
     """One partition for another server: what the metadata of a snapshot says of it, and its tensors as a safetensors file."""
-    return _entry(partition), save(_named(partition))
+    tensors = _named(partition)
+    header = _header(tensors, {})
+    return _entry(partition), b"".join([len(header).to_bytes(8, "little"), header, *map(bytes_of, tensors.values())])
 
 
-def partition_from_bytes(state: ServerState, entry: Mapping[str, Any], data: bytes) -> PartitionImage:
-    """The inverse. Raises SafetensorError, KeyError, TypeError or ValueError for what `partition_to_bytes` did not make."""
-    tensors = load(data)
-    return _partition(tensors.__getitem__, state, entry)
+def partition_from_bytes(
+    entry: Mapping[str, Any], data: memoryview, spec: PartitionSpec, optimizer: OptimizerSettings | None
+) -> PartitionImage:
+    """The inverse, in tensors of its own. `optimizer`: what the partition's state is of. Raises KeyError, TypeError or ValueError for what
+    `partition_to_bytes` did not make."""
+    begin = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(bytes(data[8:begin]))
+
+    def read(name: str) -> torch.Tensor:
+        found = header[name]
+        first, end = found["data_offsets"]
+        dtype, shape = _DTYPES[found["dtype"]], tuple(map(int, found["shape"]))
+        if math.prod(shape) * dtype.itemsize != end - first:
+            raise ValueError(f"tensor {name!r} of shape {shape} in {end - first} bytes")
+        tensor = torch.empty(shape, dtype=dtype)
+        bytes_of(tensor)[:] = data[begin + first : begin + end]
+        return tensor
+
+    return _partition(read, spec, optimizer, entry)
 
 
-def _named(partition: PartitionImage) -> dict[str, torch.Tensor]:
-    number = partition.spec.partition_id
+def _taken_to_json(taken: Taken | None, prefix: str) -> dict[str, Any] | None:
+    if taken is None:
+        return None
+    entries = [_entry(image, prefix) | {"spec": spec_to_json(image.spec)} for image in taken.images.values()]
+    return {"move": taken.move, "partitions": entries}
+
+
+def _taken_from(
+    read: Callable[[str], torch.Tensor], prefix: str, value: Mapping[str, Any] | None, optimizer: OptimizerSettings | None
+) -> Taken | None:
+    if value is None:
+        return None
+    entries: Sequence[Mapping[str, Any]] = value["partitions"]
+    images = (_partition(read, spec_from_json(entry["spec"]), optimizer, entry, prefix) for entry in entries)
+    return Taken(move=int(value["move"]), images={image.spec.partition_id: image for image in images})
+
+
+def _named(partition: PartitionImage, prefix: str = "") -> dict[str, torch.Tensor]:
+    number = f"{prefix}{partition.spec.partition_id}"
     state = {f"{number}:state:{name}": tensor for name, tensor in partition.state().items()}
     if partition.rows is not None:
         return {f"{number}:rows:{name}": torch.from_numpy(array) for name, array in _arrays(partition.rows).items()}
@@ -124,12 +187,14 @@ def _metadata(image: ServerImage) -> dict[str, str]:
             "version": FORMAT_VERSION,
             "state": state_to_json(image.state),
             "partitions": [_entry(partition) for partition in image.partitions],
+            _TAKEN: _taken_to_json(image.taken, _TAKEN),
+            _COMING: _taken_to_json(image.coming, _COMING),
         }
     )
     return {"format": FORMAT, "shoal": text, "xxh3": f"{checksum(text.encode()):016x}"}
 
 
-def _entry(partition: PartitionImage) -> dict[str, Any]:
+def _entry(partition: PartitionImage, prefix: str = "") -> dict[str, Any]:
     return {
         "partition_id": partition.spec.partition_id,
         "version": partition.version,
@@ -139,7 +204,7 @@ def _entry(partition: PartitionImage) -> dict[str, Any]:
         "pulled": dict(partition.pulled),
         "base_values": sorted(partition.base_values),
         "runs": [[run.first, run.end] for run in partition.runs],
-        "digests": {name: f"{checksum(bytes_of(tensor)):016x}" for name, tensor in _named(partition).items()},
+        "digests": {name: f"{checksum(bytes_of(tensor)):016x}" for name, tensor in _named(partition, prefix).items()},
     }
 
 
@@ -165,23 +230,30 @@ def _checked_metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]
     if f"{checksum(text.encode()):016x}" != metadata["xxh3"]:
         raise ValueError("the metadata fails its checksum")
     parsed: dict[str, Any] = json.loads(text)
-    if (version := parsed["version"]) != FORMAT_VERSION:
+    if not _OLDEST_READABLE <= (version := parsed["version"]) <= FORMAT_VERSION:
         raise CorruptDataError(
-            f"{path} has format version {version}, this release reads {FORMAT_VERSION}; start the release that wrote it",
+            f"{path} has format version {version}, this release reads {_OLDEST_READABLE} to {FORMAT_VERSION}; start the "
+            "release that wrote it",
             reason="SNAPSHOT_NEWER" if version > FORMAT_VERSION else "SNAPSHOT_OLDER",
         )
     return parsed
 
 
-def _partition(read: Callable[[str], torch.Tensor], state: ServerState, entry: Mapping[str, Any]) -> PartitionImage:
-    spec = state.layout.partitions[entry["partition_id"]]
-    optimizer = None if state.configuration is None else state.configuration.optimizer
+def _partition(
+    read: Callable[[str], torch.Tensor],
+    spec: PartitionSpec,
+    optimizer: OptimizerSettings | None,
+    entry: Mapping[str, Any],
+    prefix: str = "",
+) -> PartitionImage:
+    if entry["partition_id"] != spec.partition_id:
+        raise ValueError(f"partition {entry['partition_id']} with the pieces of partition {spec.partition_id}")
     tensors: dict[str, torch.Tensor] = {}
     for name, digest in entry["digests"].items():
-        tensor = read(name).clone()
+        tensor = read(name)
         if f"{checksum(bytes_of(tensor)):016x}" != digest:
             raise ValueError(f"tensor {name!r} fails its checksum")
-        tensors[name] = tensor
+        tensors[name.removeprefix(prefix)] = tensor
     if spec.bucket is not None:
         return _bucket(spec, spec.bucket, entry, tensors)
     values = tensors.pop(f"{spec.partition_id}:values")

@@ -1,4 +1,4 @@
-"""`shoal kill` and `shoal drain`: ending one rank, by force and by request."""
+"""`shoal kill` and `shoal drain`: ending one rank by force, and a rank or a parameter server by request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 from shoal_common.errors import PreconditionError, UnknownResourceError
 
-from shoal.cli.options import Coordinator, Job, Rank
+from shoal.cli.options import Coordinator, Job, Rank, RankOrServer
 
 if TYPE_CHECKING:
     from shoal_protos.v1.coordinator_pb2 import GetJobResponse, MemberStatus
@@ -29,16 +29,24 @@ def kill(rank: Rank, coordinator: Coordinator = None, job: Job = None) -> None:
     typer.echo(f"killed rank {rank} of job {answer.spec.job_id}: SIGKILL to pid {member.pid} (generation {answer.generation.number})")
 
 
-def drain(rank: Rank, coordinator: Coordinator = None, job: Job = None) -> None:
-    """Ask the worker of a rank to leave.
+def drain(rank_or_server: RankOrServer, coordinator: Coordinator = None, job: Job = None) -> None:
+    """Ask the worker of a rank, or a parameter server, to leave.
 
-    It goes at the next step border, and nothing is lost.
+    Nothing is lost. A worker goes at its next step border. A server hands what it holds to the others while training goes on; then it ends,
+    and its backup does.
     """
     from shoal.cli.target import target
 
     with target(coordinator, job) as found:
-        drained = found.client.drain_member(found.job_id, rank=rank, reason="shoal drain")
-        typer.echo(f"rank {rank} of job {found.job_id} leaves at its next step border (member {drained.member_id})")
+        if rank_or_server.isdecimal():
+            drained = found.client.drain_member(found.job_id, rank=int(rank_or_server), reason="shoal drain")
+            typer.echo(f"rank {rank_or_server} of job {found.job_id} leaves at its next step border (member {drained.member_id})")
+        else:
+            found.client.drain_server(found.job_id, rank_or_server, reason="shoal drain")
+            typer.echo(
+                f"parameter server {rank_or_server} of job {found.job_id} hands its partitions to the others and then ends; "
+                "`shoal status` shows how many are left"
+            )
 
 
 def _member(job: GetJobResponse, rank: int) -> MemberStatus:

@@ -16,6 +16,9 @@ Servers = Annotated[int, typer.Option(help="Parameter servers of the job, for as
 ServerBackups = Annotated[
     int, typer.Option(help="Backups of each parameter server, 0 or 1: with one, a server that dies is replaced at once.", min=0, max=1)
 ]
+MaxServers = Annotated[
+    int, typer.Option(help="Parameter servers at most: those started later get a share while training goes on. Default: --servers.", min=0)
+]
 RecordDirectory = Annotated[
     Path | None, typer.Option("--record-dir", help="Record every sample index and commit there, as JSON lines.", show_default=False)
 ]
@@ -53,3 +56,9 @@ Coordinator = Annotated[
 ]
 Job = Annotated[str | None, typer.Option(help="The job's id. Default: the only one there.", envvar="SHOAL_JOB_ID")]
 Rank = Annotated[int, typer.Argument(help="A rank, as `shoal status` shows it.", min=0, show_default=False)]
+RankOrServer = Annotated[
+    str,
+    typer.Argument(
+        metavar="RANK|SERVER", help="A rank, or the id of a parameter server, as `shoal status` shows them.", show_default=False
+    ),
+]

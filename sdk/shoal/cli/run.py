@@ -14,6 +14,7 @@ from shoal.cli.options import (
     FailFast,
     FromScratch,
     MaxRestarts,
+    MaxServers,
     Metrics,
     Module,
     RecordDirectory,
@@ -142,6 +143,7 @@ def run(
     ] = None,
     servers: Servers = 0,
     server_backups: ServerBackups = 0,
+    max_servers: MaxServers = 0,
     record_dir: RecordDirectory = None,
     metrics: Metrics = True,
 ) -> None:
@@ -170,6 +172,7 @@ def run(
         endpoint=endpoint,
         servers=servers,
         server_backups=server_backups,
+        max_servers=max_servers,
         max_restarts=max_restarts,
         fail_fast=fail_fast,
         allow_restart_from_scratch=allow_restart_from_scratch,

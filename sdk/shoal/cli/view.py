@@ -104,11 +104,23 @@ def _server_table(job: pb.GetJobResponse) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("server", "role", "id", "address", "state"):
         table.add_column(name)
+    for name in ("partitions", "values"):
+        table.add_column(name, justify="right")
     for server in job.servers:
         state = Text("alive", style="green") if server.alive else Text("gone", style="red")
         if server.alive and server.role == pb.SERVER_ROLE_BACKUP:
             state = Text("in sync", style="green") if server.in_sync else Text("catching up", style="yellow")
-        table.add_row(str(server.server_index), _ROLES[server.role], server.server_id, server.address or _NOTHING, state)
+        if server.draining:
+            state.append(", draining", style="yellow")
+        table.add_row(
+            str(server.server_index),
+            _ROLES[server.role],
+            server.server_id,
+            server.address or _NOTHING,
+            state,
+            str(server.partitions),
+            f"{server.value_bytes / (1 << 20):,.1f} MiB",
+        )
     return table
 
 
@@ -134,6 +146,9 @@ def job_json(job: pb.GetJobResponse) -> dict[str, Any]:
                 "address": server.address or None,
                 "metrics_address": server.metrics_address or None,
                 "alive": server.alive,
+                "draining": server.draining,
+                "partitions": server.partitions,
+                "value_bytes": server.value_bytes,
             }
             for server in job.servers
         ],

@@ -26,6 +26,8 @@ class JobSettings:
     parameter_servers: int = 0
     parameter_server_backups: int = 0
     """Backups of each of them, 0 or 1."""
+    max_parameter_servers: int = 0
+    """Servers that it may have; 0: as many as `parameter_servers`."""
     join_grace: timedelta = timedelta(seconds=30)
     """How long the first ready worker waits for others, when the world is not full."""
     lease: timedelta | None = None
@@ -42,6 +44,7 @@ class JobSettings:
             max_workers=self.max_workers,
             parameter_servers=self.parameter_servers,
             parameter_server_backups=self.parameter_server_backups,
+            max_parameter_servers=self.max_parameter_servers,
             join_grace_ms=_milliseconds(self.join_grace),
             lease_ms=_milliseconds(self.lease),
             stall_timeout_ms=_milliseconds(self.stall_timeout),

@@ -50,7 +50,7 @@ class ClusterKeeper:
         while True:
             pid, status = service.child.pid, await service.child.wait()
             if status.ok:
-                return  # it was told that the job is over
+                return  # it was told that the job is over, or was drained
             served_long = served_since is not None and loop.time() - served_since >= _SHORT_LIFE_S
             short_lives = 0 if served_long else short_lives + 1
             if short_lives >= _MOST_SHORT_LIVES:

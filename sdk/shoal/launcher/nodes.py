@@ -186,6 +186,7 @@ class SharedSite:
             max_workers=nodes.most * workers,
             parameter_servers=self._settings.servers,
             parameter_server_backups=self._settings.server_backups,
+            max_parameter_servers=self._settings.max_servers,
             join_grace=self._settings.effective_join_grace,
         )
 

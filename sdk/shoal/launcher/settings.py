@@ -150,6 +150,8 @@ class RunSettings:
     """Parameter servers of the job; started here when there is no `endpoint`."""
     server_backups: int = 0
     """Backups of each of them, 0 or 1; started here likewise."""
+    max_servers: int = 0
+    """Parameter servers that the job may have; those above `servers` are started by others. 0: as many as `servers`."""
     max_restarts: int | None = None
     """None: see `policy`."""
     fail_fast: bool = True
@@ -189,6 +191,10 @@ class RunSettings:
             raise ConfigurationError(f"--servers {self.servers}: expected 0 or more")
         if self.server_backups and not self.servers:
             raise ConfigurationError(f"--server-backups {self.server_backups} without --servers: say how many servers the job has")
+        if self.max_servers and not self.servers:
+            raise ConfigurationError(f"--max-servers {self.max_servers} without --servers: say how many servers the job begins with")
+        if self.max_servers and self.max_servers < self.servers:
+            raise ConfigurationError(f"--max-servers {self.max_servers}: expected at least the {self.servers} of --servers")
         if self.master_port is not None and not 1 <= self.master_port <= 65535:
             raise ConfigurationError(f"--master-port {self.master_port}: expected 1 to 65535")
         if self.node_rank is not None and not 0 <= self.node_rank < self.nodes.most:

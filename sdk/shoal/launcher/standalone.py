@@ -77,5 +77,6 @@ def job_of(settings: RunSettings) -> JobSettings:
         max_workers=settings.workers,
         parameter_servers=settings.servers,
         parameter_server_backups=settings.server_backups,
+        max_parameter_servers=settings.max_servers,
         join_grace=settings.effective_join_grace,
     )

@@ -17,7 +17,7 @@ import pytest
 from shoal.launcher.registry import Registration
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.rpc.channel import ChannelSettings
-from shoal_protos.v1.coordinator_pb2 import JobSpec
+from shoal_protos.v1.coordinator_pb2 import JobSpec, TensorSpec
 
 Shell = Any  # of tests/integration/conftest.py
 Command = Any
@@ -90,6 +90,32 @@ def test_drain_lets_a_worker_take_its_leave(shell: Shell, elastic_worker: Path) 
     assert cluster.wait() == 75
     assert "ended with" not in cluster.stderr
     assert "job digits is not finished: its last workers here were asked to leave, and did" in cluster.stderr
+
+
+def test_drain_takes_a_parameter_server_out_and_its_launcher_does_not_start_it_anew(shell: Shell, elastic_worker: Path) -> None:
+    flags = ("--standalone", "--servers", "2", "--max-servers", "3", "--rdzv-id", "digits")
+    cluster = shell.start("run", *flags, elastic_worker, shell.directory / "finish")
+    cluster.wait_for_output("[0]: generation 1")
+    cluster.wait_for(lambda: len(shell.job().servers) == 2, "both servers to be registered")
+    status, out, err = shell.run("drain", "server-0")
+    assert (status, out) == (1, "")
+    assert "has declared its tensors" in err
+    with CoordinatorClient(ChannelSettings(address=shell.cluster().coordinator)) as client:
+        client.declare_tensors("digits", [TensorSpec(name="w", shape=[2], dtype="float32")])
+    assert shell.job().spec.max_parameter_servers == 3
+    shares = {server.server_id: server.partitions for server in shell.job().servers}
+    assert sorted(shares.values()) == [0, 1], "one of them has nothing to give away"
+    leaves, stays = sorted(shares, key=lambda server_id: shares[server_id])
+    status, out, err = shell.run("drain", leaves)
+    assert (status, err) == (0, "")
+    assert out.startswith(f"parameter server {leaves} of job digits hands its partitions to the others and then ends")
+    cluster.wait_for(lambda: [server.server_id for server in shell.job().servers] == [stays], "the server to have ended")
+    status, _, err = shell.run("drain", stays)
+    assert status == 1
+    assert "last place" in err
+    (shell.directory / "finish").touch()
+    assert cluster.wait() == 0
+    assert "serves again" not in cluster.stderr
 
 
 @pytest.mark.parametrize("command", ["kill", "drain"])

@@ -10,7 +10,7 @@ import pytest
 from shoal_common.clients import CoordinatorClient
 from shoal_common.redis import EmbeddedRedis
 
-from tests.integration.coordinator.harness import Coordinator, Job, create_job
+from tests.integration.coordinator.harness import Coordinator, Job, Server, create_job
 from tests.zygote.children import Zygote
 
 
@@ -41,6 +41,20 @@ def make_job(shared_coordinator: Coordinator, client: CoordinatorClient) -> Iter
     yield make
     for job in jobs:
         job.close()
+
+
+@pytest.fixture
+def make_server() -> Iterator[Callable[..., Server]]:
+    """Opens sessions of parameter servers."""
+    servers: list[Server] = []
+
+    def make(job: Job, name: str, **more: Any) -> Server:
+        servers.append(Server(job, name, **more))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.kill()
 
 
 @pytest.fixture

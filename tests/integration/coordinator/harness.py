@@ -40,7 +40,7 @@ class Coordinator:
     def start(self, *, wait: bool = True, **environment: str) -> Coordinator:
         self._port_file.unlink(missing_ok=True)
         arguments = ["--port-file", str(self._port_file), "--listen", f"127.0.0.1:{self._reserved.port}", *self._flags]
-        self.process = self._zygote.start("coordinator", arguments, output=self._log, **self._environment, **environment)
+        self.process = self._zygote.start("coordinator", arguments, output=self._log, **{**self._environment, **environment})
         if wait:
             self.wait_ready()
         return self
@@ -226,6 +226,71 @@ class Member:
         """The error that the stream ends with, waited for; None: it ends without one."""
         self.wait(lambda: self.ended, "the end of its session")
         return self.error
+
+
+class Server:
+    """One parameter server's session."""
+
+    def __init__(self, job: Job, name: str, *, pid: int = 1, incarnation: str = "") -> None:
+        self.seen: list[pb.ServerDirective] = []
+        self.error: ShoalError | None = None
+        self.ended = False
+        self._changed = threading.Condition()
+        self._outgoing: queue.SimpleQueue[pb.ServerMessage | None] = queue.SimpleQueue()
+        register = pb.RegisterServer(
+            job_id=job.job_id,
+            server_id=name,
+            address=f"{name}:7000",
+            metrics_address=f"{name}:9000",
+            host="h",
+            pid=pid,
+            incarnation=incarnation,
+        )
+        self._outgoing.put(pb.ServerMessage(register=register))
+        self._stream = job.client.server_session(iter(self._outgoing.get, None))
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        try:
+            for directive in self._stream:
+                with self._changed:
+                    self.seen.append(directive)
+                    self._changed.notify_all()
+        except ShoalError as error:
+            self.error = error
+        with self._changed:
+            self.ended = True
+            self._changed.notify_all()
+
+    def told(self, kind: str, accept: Callable[[Any], bool] = lambda _: True) -> Any:
+        def newest() -> Any:
+            found = [getattr(d, kind) for d in self.seen if d.WhichOneof("directive") == kind and accept(getattr(d, kind))]
+            return found[-1] if found else None
+
+        with self._changed:
+            self._changed.wait_for(lambda: newest() is not None or self.ended, PATIENCE_S)
+            value = newest()
+            assert value is not None, f"waited for {kind}; saw {self.seen}, {self.error!r}"
+            return value
+
+    def beat(self) -> None:
+        self._outgoing.put(pb.ServerMessage(heartbeat=pb.ServerHeartbeat(stored_bytes=8)))
+
+    def report(self, move: int, *, receiver: str = "", reason: str = "") -> None:
+        """Says that a process has taken the partitions of a move; without one, that they stay here."""
+        report = pb.MoveReport(move=move, taken=bool(receiver), receiver_incarnation=receiver, reason=reason)
+        self._outgoing.put(pb.ServerMessage(move=report))
+
+    def end(self) -> ShoalError | None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.ended, PATIENCE_S)
+        return self.error
+
+    def kill(self) -> None:
+        self._stream.cancel()
+        self._outgoing.put(None)
+        self._thread.join(PATIENCE_S)
 
 
 def ids(generation: pb.Generation) -> list[str]:

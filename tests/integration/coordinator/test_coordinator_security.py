@@ -32,6 +32,7 @@ PROTO_SAYS = {
     "JoinSession": {"worker"},
     "ReportExit": {"worker"},
     "DrainMember": set(),
+    "DrainServer": set(),
     "StopJob": set(),
     "ServerSession": {"server"},
     "DeclareTensors": {"worker"},

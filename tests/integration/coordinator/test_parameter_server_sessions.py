@@ -2,85 +2,16 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from shoal_common.errors import InvalidRequestError, PreconditionError, ShoalError, UnavailableError
+from shoal_common.errors import InvalidRequestError, PreconditionError, UnavailableError
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from tests.integration.coordinator.harness import PATIENCE_S, Coordinator, Job, eventually
+from tests.integration.coordinator.harness import Coordinator, Job, Server, eventually
 
 MakeJob = Callable[..., Job]
-
-
-class Server:
-    """One parameter server's session."""
-
-    def __init__(self, job: Job, name: str, *, pid: int = 1) -> None:
-        self.seen: list[pb.ServerDirective] = []
-        self.error: ShoalError | None = None
-        self.ended = False
-        self._changed = threading.Condition()
-        self._outgoing: queue.SimpleQueue[pb.ServerMessage | None] = queue.SimpleQueue()
-        register = pb.RegisterServer(
-            job_id=job.job_id, server_id=name, address=f"{name}:7000", metrics_address=f"{name}:9000", host="h", pid=pid
-        )
-        self._outgoing.put(pb.ServerMessage(register=register))
-        self._stream = job.client.server_session(iter(self._outgoing.get, None))
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-
-    def _read(self) -> None:
-        try:
-            for directive in self._stream:
-                with self._changed:
-                    self.seen.append(directive)
-                    self._changed.notify_all()
-        except ShoalError as error:
-            self.error = error
-        with self._changed:
-            self.ended = True
-            self._changed.notify_all()
-
-    def told(self, kind: str, accept: Callable[[Any], bool] = lambda _: True) -> Any:
-        def newest() -> Any:
-            found = [getattr(d, kind) for d in self.seen if d.WhichOneof("directive") == kind and accept(getattr(d, kind))]
-            return found[-1] if found else None
-
-        with self._changed:
-            self._changed.wait_for(lambda: newest() is not None or self.ended, PATIENCE_S)
-            value = newest()
-            assert value is not None, f"waited for {kind}; saw {self.seen}, {self.error!r}"
-            return value
-
-    def beat(self) -> None:
-        self._outgoing.put(pb.ServerMessage(heartbeat=pb.ServerHeartbeat(stored_bytes=8)))
-
-    def end(self) -> ShoalError | None:
-        with self._changed:
-            assert self._changed.wait_for(lambda: self.ended, PATIENCE_S)
-        return self.error
-
-    def kill(self) -> None:
-        self._stream.cancel()
-        self._outgoing.put(None)
-        self._thread.join(PATIENCE_S)
-
-
-@pytest.fixture
-def make_server() -> Iterator[Callable[..., Server]]:
-    servers: list[Server] = []
-
-    def make(job: Job, name: str, **more: Any) -> Server:
-        servers.append(Server(job, name, **more))
-        return servers[-1]
-
-    yield make
-    for server in servers:
-        server.kill()
 
 
 MakeServer = Callable[..., Server]

@@ -13,9 +13,11 @@ from shoal_common.bulk.transport import Transport
 from shoal_common.errors import ShoalError
 from shoal_common.wire import encode_push_chunk
 from shoal_protos.v1 import parameter_server_pb2 as pb
+from shoal_ps_server.replication.items import FORMAT_VERSION, STATE, Item
+from shoal_ps_server.storage.image import Members, members_to_json
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServer"]
-STREAMED = {"Initialize", "Push", "Follow"}
+STREAMED = {"Initialize", "Push", "Follow", "TakePartitions"}
 EXPECTED_CODES = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.NOT_FOUND,
@@ -78,6 +80,10 @@ def test_another_jobs_request_is_not_found(trained, method) -> None:
     _, member, channel = trained
     if method == "Follow":
         error = send(channel, method, [pb.FollowRequest(begin=pb.FollowBegin(job_id="other")).SerializeToString()])
+    elif method == "TakePartitions":
+        offer = {"move": 1, "epoch": 1, "partitions": [], "configuration": None, "members": members_to_json(Members()), "batches": []}
+        fields = {"format": FORMAT_VERSION, "job_id": "other", **offer}
+        error = send(channel, method, list(Item(kind=STATE, fields=fields).encoded()))
     elif method in STREAMED:
         error = send(channel, method, [chunk(member.header(0, job_id="other"))])
     else:

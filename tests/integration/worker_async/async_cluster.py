@@ -29,26 +29,26 @@ from tests.zygote.children import PATIENCE_S, Child, Zygote, eventually
 class Server:
     """One parameter server, which can be started again over the same data."""
 
-    def __init__(self, cluster: AsyncCluster, index: int, *, keeps_data: bool) -> None:
+    def __init__(self, cluster: AsyncCluster, index: int, *, keeps_data: bool, **environment: str) -> None:
         self._cluster = cluster
-        self._index = index
+        self.server_id = f"server-{index}"
         self._keeps_data = keeps_data
-        self._directory = cluster.directory / f"server-{index}"
+        self._directory = cluster.directory / self.server_id
         self.data = self._directory / "data"
         self._directory.mkdir()
-        self.start()
+        self.start(**environment)
 
     def start(self, **environment: str) -> None:
         self._port_file = self._directory / f"{uuid.uuid4().hex}.json"
         arguments = ["--coordinator", self._cluster.coordinator.address, "--job", self._cluster.job_id]
-        arguments += ["--server-id", f"server-{self._index}", "--port-file", str(self._port_file), "--snapshot-interval", "0s"]
+        arguments += ["--server-id", self.server_id, "--port-file", str(self._port_file), "--snapshot-interval", "0s"]
         if self._keeps_data:
             arguments += ["--data-dir", str(self.data)]
         self.process = self._cluster.zygote.start("server", arguments, output=self._directory / "log", **environment)
 
     @property
     def address(self) -> str:
-        text = eventually(lambda: self._port_file.exists() and self._port_file.read_text(), f"server {self._index}: {self.process.said()}")
+        text = eventually(lambda: self._port_file.exists() and self._port_file.read_text(), f"{self.server_id}: {self.process.said()}")
         return str(json.loads(text)["grpc"])
 
     def look(self) -> parameter_server_pb2.GetServerResponse:
@@ -109,6 +109,7 @@ class AsyncCluster:
         directory: Path,
         *,
         servers: int = 2,
+        max_servers: int = 0,
         backups: int = 0,
         keeps_data: bool = True,
         together: int = 1,
@@ -129,14 +130,16 @@ class AsyncCluster:
             min_workers=min_workers,
             max_workers=max_workers,
             parameter_servers=servers,
+            max_parameter_servers=max_servers,
             parameter_server_backups=backups,
             join_grace_ms=60_000 if together > 1 else 0,
             lease_ms=lease_ms,
         )
         self.client = self._create_job()
+        self._keeps_data = keeps_data
         self.servers: list[Server] = []
         for index in range(servers * (1 + backups)):
-            self.servers.append(Server(self, index, keeps_data=keeps_data))
+            self.start_server()
             if backups:  # the first ones have the places
                 eventually(lambda there=index: len(self.job().servers) > there, "a server to register")
         self.workers: list[Worker] = []
@@ -151,6 +154,12 @@ class AsyncCluster:
         self.client.close()
         self.coordinator = coordinator
         self.client = self._create_job()
+
+    def start_server(self, **environment: str) -> Server:
+        """One more."""
+        server = Server(self, len(self.servers), keeps_data=self._keeps_data, **environment)
+        self.servers.append(server)
+        return server
 
     def start_worker(self, *, environment: dict[str, str] | None = None, **config: Any) -> Worker:
         number = len(self.workers)

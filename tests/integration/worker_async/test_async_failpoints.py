@@ -14,7 +14,8 @@ from shoal_worker.data.record import audit
 from tests.integration.coordinator.harness import Coordinator
 from tests.integration.worker_async.async_cluster import AsyncCluster
 from tests.integration.worker_async.test_async_backups import BACKUP, PRIMARY, Pair
-from tests.integration.worker_async.test_async_server_faults import versions
+from tests.integration.worker_async.test_async_moves import ADAM, check_ended_alike, is_even
+from tests.integration.worker_async.test_async_server_faults import BATCHES, versions
 from tests.unit.common.test_failpoints import documented
 from tests.zygote.children import Zygote, eventually
 
@@ -41,8 +42,8 @@ def test_a_server_can_be_killed_at_each_of_its_failpoints(cluster: Make) -> None
     worker.wait_step(10)
     (server,) = running.servers
     for name in sorted(documented("Parameter servers")):
-        if name.startswith("backup."):
-            continue  # below
+        if name.startswith(("backup.", "move.")):
+            continue  # below, and in test_ps_moves.py
         before = server.look()
         server.process.kill()
         server.process.wait()
@@ -85,6 +86,36 @@ def test_a_primary_and_its_backup_can_be_killed_at_each_failpoint_between_them(c
         eventually(lambda least=newest: min(versions(pair.process(PRIMARY))) > least, f"training to go on after {name}")
     worker.process.kill(signal.SIGTERM)
     assert worker.process.wait() == 0, worker.process.said()
+
+
+def test_giver_and_receiver_of_partitions_can_be_killed_at_each_failpoint_between_them(cluster: Make, tmp_path: Path) -> None:
+    """A server comes and is drained again, for each failpoint; the run ends as one on which one server has all."""
+    running = cluster(servers=1, max_servers=2)
+    (giver,) = running.servers
+    names = sorted(name for name in documented("Parameter servers") if name.startswith("move."))
+    worker = running.start_worker(epochs=2, hold_at=[*range(2 * BATCHES)], **ADAM)
+    for step, name in enumerate(names):
+        worker.wait_step(step)
+        receives = name in ("move.taken", "move.activated")
+        armed = {"SHOAL_FAILPOINTS": f"{name}@1=kill"}
+        if not receives:
+            giver.process.kill()
+            giver.process.wait()
+            giver.start(**armed)
+        receiver = running.start_server(**armed if receives else {})
+        struck = receiver if receives else giver
+        assert struck.process.wait() == -signal.SIGKILL, f"{name}: {struck.process.said()}"
+        struck.start()
+        eventually(lambda: is_even(running, 2), f"the new server's share after {name}")
+        worker.go(step)
+        worker.wait_step(step + 1)
+        running.client.drain_server(running.job_id, running.servers[-1].server_id)
+        assert receiver.process.wait() == 0, receiver.process.said()
+    for step in range(len(names), 2 * BATCHES):
+        worker.go(step)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    check_ended_alike(running, worker, cluster(servers=1, directory=alone).start_worker(epochs=2, **ADAM).result())
 
 
 @pytest.mark.parametrize("service", ["Workers", "Coordinator"])

@@ -176,6 +176,29 @@ def test_rows_survive_the_loss_of_a_primary_whose_backup_takes_over(cluster: Mak
         torch.testing.assert_close(rows_of(net)[1], twin.words.weight.detach(), rtol=1e-5, atol=1e-6)
 
 
+def test_buckets_move_between_servers_while_their_rows_are_trained(cluster: Make, torchs_sparse_gradients: None) -> None:
+    """A server comes and gets its share of the buckets, then the first one gives all away: the rows are as if none had moved."""
+    running = cluster(servers=1, max_servers=2)
+    with running.member():
+        net = sparse()
+        twin, plain = dense_twin(net)
+        model, optimizer = distributed(net)
+        for number, (users, words, labels) in enumerate(batches(24)):
+            if number == 4:
+                running.start_server()
+            if number == 12:
+                eventually(lambda: len(running.servers[1].look().partitions) >= 3, "the new server's buckets")
+                running.client.drain_server(running.job_id, "server-0")
+            optimizer.zero_grad()
+            nn.functional.binary_cross_entropy_with_logits(model(users, words), labels).backward()
+            optimizer.step()
+        assert running.servers[0].process.wait() == 0
+        train(twin, plain, 24)
+        torch.testing.assert_close(rows_of(net)[0], twin.users.weight.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(rows_of(net)[1], twin.words.weight.detach(), rtol=1e-5, atol=1e-6)
+        assert {each.version for each in running.servers[1].look().partitions} == {25}
+
+
 def in_sync(running: AsyncCluster) -> None:
     eventually(lambda: any(server.in_sync for server in running.job().servers), "the backup to be in sync")
 
@@ -275,6 +298,12 @@ def test_a_push_that_failed_is_sent_again_as_it_was(session: Session, running: A
 def test_ssp_takes_tables_and_bsp_says_why_it_does_not(session: Session, running: AsyncCluster) -> None:
     with pytest.raises(ConfigurationError, match=r'consistency="bsp" with sparse tables: .* use "asp" or "ssp"'):
         distributed(sparse(), consistency="bsp")
+
+
+def test_inner_steps_are_refused(session: Session) -> None:
+    net = sparse()
+    with pytest.raises(ConfigurationError, match="inner_steps=4 with sparse tables"):
+        distributed(net, inner_steps=4, outer_optimizer=torch.optim.SGD(net.parameters(), 0.7))
 
 
 def test_with_ssp_rows_are_trained_too(session: Session, running: AsyncCluster) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import shoal_worker.api as shoal
 import torch
+from shoal_common.optim import DelayedNesterov
 from shoal_common.wire import checksum
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -28,9 +29,12 @@ def problem() -> TensorDataset:
     return TensorDataset(inputs, inputs @ weights + 0.5)
 
 
-def network(seed: int) -> nn.Module:
+def network(seed: int, *, deep: int = 0) -> nn.Module:
+    """`deep`: so many more layers, each of them a partition of its own on the servers."""
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 1))
+    width = 128 if deep else 16
+    more = [layer for _ in range(deep) for layer in (nn.Linear(width, width), nn.Tanh())]
+    return nn.Sequential(nn.Linear(FEATURES, width), nn.Tanh(), *more, nn.Linear(width, 1))
 
 
 def squared_error(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -63,9 +67,13 @@ def main(arguments: Sequence[str]) -> int:
         if f"{name}_s" in options:
             options[name] = timedelta(seconds=options.pop(f"{name}_s"))
     shoal.init()
-    net = network(config.get("seed", 0))
+    net = network(config.get("seed", 0), deep=config.get("deep", 0))
     kind = getattr(torch.optim, config.get("optimizer", "SGD"))
     settings = config.get("settings", {"lr": 0.05})
+    if "outer" in config:
+        options["outer_optimizer"] = torch.optim.SGD(net.parameters(), **config["outer"])
+    if "delayed" in config:
+        options["outer_optimizer"] = DelayedNesterov(net.parameters(), **config["delayed"])
     model, optimizer = shoal.as_distributed(net, kind(net.parameters(), **settings), strategy="async_sgd", **options)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=config.get("gamma", 1.0))
     shoal.register_state(scheduler=scheduler)
@@ -81,6 +89,8 @@ def main(arguments: Sequence[str]) -> int:
         epochs.append(epoch)
         for inputs, targets in loader:
             moments.step(steps)
+            if steps == config.get("leaves_before"):
+                break
             if steps == 0:
                 first_parameters = {name: value.tolist() for name, value in net.named_parameters()}
             computed_on.append(checksum(torch.cat([value.detach().flatten() for value in net.parameters()]).numpy().data))
@@ -94,7 +104,7 @@ def main(arguments: Sequence[str]) -> int:
                 scheduler.step()
             optimizer.zero_grad()
             steps += 1
-        if "leaves_after" in config:
+        if "leaves_after" in config or "leaves_before" in config:
             moments.step(LEFT)
         if config.get("schedule") == "epochs":
             scheduler.step()

@@ -9,7 +9,7 @@ import pytest
 import shoal
 import torch
 from shoal_common.errors import ConfigurationError
-from shoal_common.optim import LAMB, RowWiseAdagrad
+from shoal_common.optim import LAMB, DelayedNesterov, RowWiseAdagrad
 
 Numbers = list[float]
 
@@ -112,7 +112,61 @@ def test_row_wise_adagrad_of_a_vector_is_adagrad() -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", [LAMB, RowWiseAdagrad])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_delayed_nesterov_is_what_its_paper_says(dtype: torch.dtype) -> None:
+    """Algorithm 3 of Liu et al., 2024, with c = 0, in Python's numbers; with a schedule."""
+    parameter = torch.nn.Parameter(noise(5, dtype=dtype))
+    optimizer = DelayedNesterov([parameter], 0.1, 0.8, every=3)
+    values, momentum, total, rate = parameter.tolist(), [0.0] * 5, [0.0] * 5, 0.1
+    for t in range(10):
+        if t == 4:
+            optimizer.param_groups[0]["lr"] = rate = 0.03
+        parameter.grad = noise(5, seed=t + 1, dtype=dtype)
+        optimizer.step()
+        for i, g in enumerate(parameter.grad.tolist()):
+            total[i] += g
+            if (t + 1) % 3 == 0:
+                momentum[i] = 0.8 * momentum[i] + total[i] / 3
+                values[i] -= rate * (0.8 * momentum[i] + g / 3)
+                total[i] = 0.0
+            else:
+                values[i] -= rate * g / 3
+    torch.testing.assert_close(parameter.detach().double(), torch.tensor(values, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_so_many_gradients_of_delayed_nesterov_are_one_step_of_nesterov_with_their_mean(every: int) -> None:
+    ours, theirs = (torch.nn.Parameter(noise(6)) for _ in range(2))
+    delayed = DelayedNesterov([ours], 0.3, 0.9, every=every, weight_decay=0.0)
+    nesterov = torch.optim.SGD([theirs], 0.3, momentum=0.9, nesterov=True)
+    for step in range(5):
+        gradients = [noise(6, seed=10 * step + each) for each in range(every)]
+        for ours.grad in gradients:
+            delayed.step()
+        theirs.grad = torch.stack(gradients).mean(0)
+        nesterov.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_delayed_nesterov_goes_on_after_a_restart_and_another_number_of_workers() -> None:
+    ours, theirs = (torch.nn.Parameter(noise(6)) for _ in range(2))
+    kept, again = DelayedNesterov([ours], every=4), DelayedNesterov([theirs], every=4)
+    for step in range(10):
+        if step == 3:
+            restarted = DelayedNesterov([theirs])
+            restarted.load_state_dict(again.state_dict())
+            again = restarted
+        if step == 6:
+            for each in (kept, again):
+                each.param_groups[0]["every"] = 2
+        ours.grad = theirs.grad = noise(6, seed=step)
+        kept.step()
+        again.step()
+    assert torch.equal(ours, theirs)
+    assert kept.state[ours]["step"] == 1
+
+
+@pytest.mark.parametrize("kind", [LAMB, RowWiseAdagrad, DelayedNesterov])
 def test_maximize_climbs(kind: Callable[..., torch.optim.Optimizer]) -> None:
     down, up = (torch.nn.Parameter(noise(4, 3)) for _ in range(2))
     down.grad, up.grad = noise(4, 3, seed=1), -noise(4, 3, seed=1)
@@ -121,7 +175,7 @@ def test_maximize_climbs(kind: Callable[..., torch.optim.Optimizer]) -> None:
     assert torch.equal(down, up)
 
 
-@pytest.mark.parametrize("kind", [LAMB, RowWiseAdagrad])
+@pytest.mark.parametrize("kind", [LAMB, RowWiseAdagrad, DelayedNesterov])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sixteen_bit_parameters_are_rounded_once_a_step(kind: Callable[..., torch.optim.Optimizer], dtype: torch.dtype) -> None:
     narrow = torch.nn.Parameter(noise(4, 3).to(dtype))
@@ -154,7 +208,7 @@ def threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("kind", [LAMB, RowWiseAdagrad])
+@pytest.mark.parametrize("kind", [LAMB, RowWiseAdagrad, DelayedNesterov])
 @pytest.mark.parametrize("shape", [(1, 300_000), (3, 100_000), (300_000,)], ids=str)
 def test_the_number_of_threads_does_not_change_a_bit(kind: Callable[..., torch.optim.Optimizer], shape: tuple[int, ...]) -> None:
     """A server that is recovered on another machine makes the same updates again."""
@@ -174,6 +228,9 @@ def test_the_number_of_threads_does_not_change_a_bit(kind: Callable[..., torch.o
         (lambda held: LAMB(held, lr=-1.0), "lr=-1.0"),
         (lambda held: LAMB(held, betas=(0.9, 1.0)), r"betas=\(0.9, 1.0\)"),
         (lambda held: RowWiseAdagrad(held, eps=float("nan")), "eps=nan"),
+        (lambda held: DelayedNesterov(held, momentum=1.0), "momentum=1.0"),
+        (lambda held: DelayedNesterov(held, every=0), "every=0: expected a whole number"),
+        (lambda held: DelayedNesterov(held, every=1.5), "every=1.5: expected a whole number"),
     ],
 )
 def test_impossible_settings_are_refused_by_name(make: Callable[..., torch.optim.Optimizer], complaint: str) -> None:
@@ -189,4 +246,5 @@ def test_sparse_gradients_are_refused_with_a_remedy() -> None:
 
 
 def test_users_find_them_under_shoal() -> None:
-    assert (shoal.optim.LAMB, shoal.optim.RowWiseAdagrad) == (LAMB, RowWiseAdagrad)
+    ours = (shoal.optim.LAMB, shoal.optim.RowWiseAdagrad, shoal.optim.DelayedNesterov)
+    assert ours == (LAMB, RowWiseAdagrad, DelayedNesterov)

@@ -16,7 +16,7 @@ SERVICES = {
     CoordinatorClient: coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"],
     ParameterServerClient: parameter_server_pb2.DESCRIPTOR.services_by_name["ParameterServer"],
 }
-BETWEEN_SERVERS = {"Follow"}
+BETWEEN_SERVERS = {"Follow", "TakePartitions"}
 """What no client calls."""
 METHODS = [(client, method) for client, service in SERVICES.items() for method in service.methods if method.name not in BETWEEN_SERVERS]
 

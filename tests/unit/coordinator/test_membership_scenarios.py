@@ -30,6 +30,8 @@ from shoal_coordinator.membership.events import (
     MemberLeft,
     MemberLost,
     MemberReady,
+    MoveReported,
+    ServerDrainRequested,
     ServerLost,
     ServerRegistered,
     StopRequested,
@@ -104,6 +106,7 @@ class Story:
             "max": "max_workers",
             "servers": "parameter_servers",
             "backups": "parameter_server_backups",
+            "most_servers": "max_parameter_servers",
             "grace": "join_grace_ms",
         }
         names |= {"lease": "lease_ms", "stall": "stall_timeout_ms"}
@@ -259,9 +262,28 @@ class Story:
     def server_lost(self, server: str) -> None:
         self.happen(ServerLost(server_id=server, ending=Ending.STREAM_BROKEN))
 
+    def report(self, giver: str, move: str, what: str, life: str = "1") -> None:
+        """A giver's word on a move: `taken` by the receiver's process `life`, or `kept`."""
+        taken = what == "taken"
+        incarnation = life if taken else ""
+        reason = "" if taken else "the receiver is too slow"
+        self.happen(MoveReported(server_id=giver, move=int(move), taken=taken, receiver_incarnation=incarnation, reason=reason))
+
+    def drain_server(self, server: str) -> None:
+        self.happen(ServerDrainRequested(server_id=server, reason="asked to"))
+
+    def shares(self) -> None:
+        """Who owns what: of each place its partitions, by the shard map."""
+        assert self.state.layout is not None
+        owned: dict[int, list[int]] = {}
+        for number, partition in enumerate(self.state.layout.partitions):
+            owned.setdefault(partition.primary, []).append(number)
+        told = " ".join(f"{index}:{','.join(map(str, ids))}" for index, ids in sorted(owned.items()))
+        self.out.append(f"epoch {self.state.layout.epoch}: {told}")
+
     def declare(self, **tensors: str) -> None:
-        """name=elements, all float32."""
-        specs = tuple(TensorSpec(name=name, shape=(int(size),), dtype="float32") for name, size in tensors.items())
+        """name=elements, all float32; those with a name in capitals are never trained."""
+        specs = tuple(TensorSpec(name=name, shape=(int(size),), dtype="float32", frozen=name.isupper()) for name, size in tensors.items())
         self.happen(TensorsDeclared(tensors=specs))
 
     def lease(self, member: str, *, want: str, of: str, epoch: str = "0", finished: str = "", sequence: str = "0") -> None:
@@ -303,6 +325,7 @@ class Story:
         for event, outcome in zip(events, decided.outcomes, strict=True):
             if (line := told_outcome(event, outcome)) is not None:
                 self.out.append(line)
+        self.out.extend(line for record in decided.records if (line := told_record(record)) is not None)
         self.out.extend(line for effect in decided.effects if (line := told_effect(effect)) is not None)
 
 
@@ -335,6 +358,20 @@ def told_piece(layout: ShardLayout, piece: Piece) -> str:
     return f"{layout.tensors[piece.tensor_index].name}[{piece.offset}:{piece.offset + piece.length}]"
 
 
+def told_record(record: fx.Record) -> str | None:
+    """Entries of the event log that tell of moves."""
+    said = record.attributes
+    match record.kind:
+        case "server_draining" | "server_drained":
+            return f"{record.kind}: {said['server_id']}"
+        case "partitions_moved":
+            return f"partitions_moved: {said['partitions']} of {said['bytes']} bytes from {said['from']} to {said['to']}"
+        case "move_failed":
+            return f"move_failed: {said['reason']}"
+        case _:
+            return None
+
+
 def told_effect(effect: fx.Effect) -> str | None:
     match effect:
         case fx.AnnounceGeneration(generation=g):
@@ -365,5 +402,12 @@ def told_effect(effect: fx.Effect) -> str | None:
                 return f"server {effect.server_id}: epoch {effect.epoch}, {follows}{', in sync' if effect.in_sync else ''}"
             backup = f", backup {effect.backup_id}{' in sync' if effect.in_sync else ''}" if effect.backup_id else ""
             return f"server {effect.server_id}: epoch {effect.epoch}, primary{backup}"
+        case fx.SendSettled():
+            return f"server {effect.server_id}: settled {effect.move}, epoch {effect.epoch}"
+        case fx.SendMove(move=move):
+            moving = f"{','.join(map(str, move.partitions))} to {move.receiver} at {effect.receiver_address or 'nowhere'}"
+            return f"server {effect.server_id}: move {move.number}, {moving}, by life {move.giver_incarnation}"
+        case fx.StopServer():
+            return f"server {effect.server_id}: stop, {effect.reason}"
         case fx.StopServers():
             return f"servers: stop, {effect.reason}"

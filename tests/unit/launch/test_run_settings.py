@@ -71,6 +71,8 @@ def test_a_module_is_run_by_python() -> None:
         ({"workers": 6000, "nodes": NodeRange(1, 2), "endpoint": "c:1"}, "10000"),
         ({"max_restarts": -1}, "--max-restarts -1"),
         ({"servers": -1}, "--servers -1"),
+        ({"max_servers": 2}, "--max-servers 2 without --servers"),
+        ({"servers": 3, "max_servers": 2}, "--max-servers 2: expected at least the 3"),
         ({"master_port": 0}, "--master-port 0"),
         ({"node_rank": 1}, "--node-rank 1"),
     ],

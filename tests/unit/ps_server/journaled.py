@@ -38,6 +38,7 @@ class Journaled:
         self.layout: Layout | None = recovered.layout
         self.configuration: Configuration | None = recovered.configuration
         self.members = recovered.members
+        self.moves = recovered.moves
         self.failures: list[BaseException] = []
         self.changes = Changes(shard=self.shard, layout=lambda: self.layout, members=lambda: self.members)
         self.journal = Journal(
@@ -47,6 +48,7 @@ class Journaled:
         self.snapshots = SnapshotKeeper(
             directory=directory,
             shard=self.shard,
+            moves=self.moves,
             state=self._state,
             changes=self.changes,
             metrics=Metrics(CollectorRegistry()),
@@ -80,7 +82,15 @@ class Journaled:
     def _state(self) -> ServerState | None:
         if self.layout is None:
             return None
-        return ServerState(job_id=JOB, server_id=SERVER, layout=self.layout, configuration=self.configuration, membership=self.members)
+        return ServerState(
+            job_id=JOB,
+            server_id=SERVER,
+            layout=self.layout,
+            configuration=self.configuration,
+            membership=self.members,
+            settled=self.moves.settled,
+            leaving=self.moves.leaving,
+        )
 
 
 @asynccontextmanager

@@ -48,7 +48,7 @@ class Serving:
         membership = Membership(fence=Fence(), clocks=Clocks())
         membership.learn(1, ["a", "b"])
         metrics = Metrics(CollectorRegistry())
-        layouts = Layouts(current=layout, fetch=lambda: asyncio.sleep(0, layout), adopt=lambda _: None)
+        layouts = Layouts(current=layout, fetch=lambda: asyncio.sleep(0, layout), adopt=lambda _: asyncio.sleep(0))
         self.tickets = Tickets()
         changes = Changes(shard=self.shard, layout=lambda: layout, members=Members)
         intake = Intake(

@@ -32,6 +32,7 @@ OPTIMIZERS = [
     ("rmsprop", {"lr": 0.01, "momentum": 0.9}),
     ("lamb", {"lr": 0.01, "weight_decay": 0.1}),
     ("rowwise_adagrad", {"lr": 0.1, "initial_accumulator_value": 0.1}),
+    ("delayed_nesterov", {"lr": 0.1, "every": 3}),
 ]
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from shoal_common.errors import InvalidRequestError
-from shoal_common.optim import LAMB, RowWiseAdagrad
+from shoal_common.optim import LAMB, DelayedNesterov, RowWiseAdagrad
 from shoal_common.server_optimizers import SERVER_OPTIMIZERS
 from shoal_protos.v1 import coordinator_pb2
 from shoal_ps_server.shard.dtypes import BY_NAME
@@ -59,6 +59,12 @@ CASES = [
         {"weight_decay": 0.01, "initial_accumulator_value": 0.5, "eps": 1e-3, "maximize": 1},
         lambda p: RowWiseAdagrad(p, 0.1, 0.01, 0.5, 1e-3, maximize=True),
     ),
+    ("delayed_nesterov", {}, lambda p: DelayedNesterov(p, 0.1)),
+    (
+        "delayed_nesterov",
+        {"momentum": 0.5, "every": 3, "weight_decay": 0.01, "maximize": 1},
+        lambda p: DelayedNesterov(p, 0.1, 0.5, 3, 0.01, maximize=True),
+    ),
 ]
 
 
@@ -91,7 +97,7 @@ def test_sixteen_bit_values_move_and_stay_finite(make, name, dtype) -> None:
             shard.push(make.upload(gradient, spec))
         return
     shard.push(make.upload(gradient, spec))
-    expected = torch.full((64,), {"sgd": -0.5e-4, "rmsprop": -2.5}.get(name, -0.25))
+    expected = torch.full((64,), {"sgd": -0.5e-4, "delayed_nesterov": -0.95e-4, "rmsprop": -2.5}.get(name, -0.25))
     expected[0] = 0.0
     torch.testing.assert_close(make.values(shard).float(), expected, rtol=0.02, atol=1e-6)
 
@@ -229,7 +235,7 @@ def test_ordinary_updates_are_not_tried_first(make, monkeypatch) -> None:
     sgd = {"lr": 10.0, "momentum": 0.99, "weight_decay": 0.1}
     for name, hyperparameters in (
         *(("sgd", sgd), ("adamw", {}), ("adam", {"lr": 1.0})),
-        *(("lamb", {"weight_decay": 0.1}), ("rowwise_adagrad", {"lr": 1.0})),
+        *(("lamb", {"weight_decay": 0.1}), ("rowwise_adagrad", {"lr": 1.0}), ("delayed_nesterov", {"every": 8})),
     ):
         for dtype in ("float32", "float64", "bfloat16"):
             spec = make.spec(dtype=dtype)

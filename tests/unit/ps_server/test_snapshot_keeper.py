@@ -15,6 +15,7 @@ from shoal_ps_server.storage.changes import Changes
 from shoal_ps_server.storage.directory import DataDirectory
 from shoal_ps_server.storage.image import Members, ServerState
 from shoal_ps_server.storage.keeper import SnapshotKeeper
+from shoal_ps_server.storage.moves import Moves
 
 
 def test_the_last_snapshot_waits_for_one_that_was_cancelled_halfway(make, tmp_path) -> None:
@@ -30,6 +31,7 @@ def test_the_last_snapshot_waits_for_one_that_was_cancelled_halfway(make, tmp_pa
         keeper = SnapshotKeeper(
             directory=directory,
             shard=shard,
+            moves=Moves(shard),
             state=lambda: _state(make.layout(spec)),
             changes=changes,
             metrics=_metrics(),

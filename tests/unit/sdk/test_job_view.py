@@ -52,6 +52,21 @@ def test_a_step_that_stands_is_explained_above_the_ranks_that_wait() -> None:
     assert [m["note"] for m in told["members"]] == [None, "not heard of for 13 s"]
 
 
+def test_servers_are_shown_with_what_they_hold_and_whether_they_leave() -> None:
+    servers = [
+        pb.ServerStatus(server_id="s0", server_index=0, alive=True, role=pb.SERVER_ROLE_PRIMARY, partitions=12, value_bytes=90 << 20),
+        pb.ServerStatus(server_id="s1", server_index=2, role=pb.SERVER_ROLE_PRIMARY, draining=True, partitions=1, value_bytes=8 << 20),
+    ]
+    job = pb.GetJobResponse(spec=pb.JobSpec(job_id="j", max_workers=2), phase=pb.JOB_PHASE_RUNNING, servers=servers)
+    rows = [line.split() for line in shown(job).splitlines()[-2:]]
+    assert rows == [
+        ["0", "primary", "s0", "-", "alive", "12", "90.0", "MiB"],
+        ["2", "primary", "s1", "-", "gone,", "draining", "1", "8.0", "MiB"],
+    ]
+    told = [(server["partitions"], server["value_bytes"], server["draining"]) for server in job_json(job)["servers"]]
+    assert told == [(12, 90 << 20, False), (1, 8 << 20, True)]
+
+
 def test_a_rank_that_holds_the_others_back_is_named_once() -> None:
     note = "rank 0 (h0) and rank 1 (h1) wait for the connection between them: it takes 0.6 MB/s"
     members = [member(rank, step=7, step_time_s=8.0, busy_time_s=0.2, note=note) for rank in (0, 1)]

@@ -77,7 +77,7 @@ class Halving(torch.optim.SGD):
     ids=["adamax", "subclass", "lbfgs"],
 )
 def test_an_optimizer_that_servers_do_not_have_is_refused_by_name(make: Make) -> None:
-    with pytest.raises(ConfigurationError, match=r"torch\.optim\.SGD, .* and shoal\.optim\.RowWiseAdagrad;"):
+    with pytest.raises(ConfigurationError, match=r"torch\.optim\.SGD, .* and shoal\.optim\.DelayedNesterov;"):
         server_optimizer(make(parameters()))
 
 

@@ -33,14 +33,14 @@ def test_each_push_has_the_next_number_and_names_the_version_that_was_pulled() -
     pushed(ledger, 1)
     pulled(ledger, 7, 1)
     assert ledger.next_push(1) == (2, 7)
-    assert ledger.held == {1: 7}
+    assert ledger.held(1) == 7
 
 
 def test_a_server_that_lost_pushes_gets_their_numbers_again_and_sends_its_values() -> None:
     ledger = three_pushes()
     assert ledger.rewind(stands(sequence=1, version=2)) == 2
     assert ledger.next_push(1) == (2, 2)
-    assert ledger.held == {1: 0, 2: 4}
+    assert (ledger.held(1), ledger.held(2)) == (0, 4)
     assert ledger.next_push(2) == (4, 4)
 
 
@@ -48,7 +48,7 @@ def test_a_push_in_progress_that_was_applied_is_sent_again_under_its_number() ->
     ledger = three_pushes()
     assert ledger.rewind(stands(sequence=4, version=5)) == 0
     assert ledger.next_push(1) == (4, 4)
-    assert ledger.held == {1: 4, 2: 4}
+    assert (ledger.held(1), ledger.held(2)) == (4, 4)
     assert ledger.ahead(stands(sequence=4, version=5)) == {1}
     assert ledger.ahead(stands(sequence=3, version=4)) == frozenset()
 
@@ -56,8 +56,28 @@ def test_a_push_in_progress_that_was_applied_is_sent_again_under_its_number() ->
 def test_values_that_went_back_without_a_lost_push_of_this_worker_are_news() -> None:
     ledger = three_pushes()
     assert ledger.rewind(stands(sequence=3, version=3)) == 0
-    assert ledger.held[1] == 0
+    assert ledger.held(1) == 0
     assert ledger.next_push(1) == (4, 3)
+
+
+def test_a_server_without_values_is_given_some_before_a_gradient_is_computed_on_them() -> None:
+    ledger = Ledger([1])
+    assert not ledger.has_values(1)
+    pulled(ledger, 4, 1)
+    ledger.rewind(stands(sequence=0, version=0))
+    assert ledger.has_values(1)
+    assert ledger.next_push(1) == (1, 4)
+
+
+def test_a_push_is_in_doubt_until_it_is_acknowledged_or_looked_for() -> None:
+    ledger = three_pushes()
+    ledger.begun([1, 2], batch=7)
+    pushed(ledger, 2)
+    assert (ledger.doubt(1), ledger.doubt(2)) == (7, None)
+    ledger.rewind(stands(sequence=4, version=5))
+    assert ledger.doubt(1) == 7
+    ledger.follow(stands(sequence=4, version=5))
+    assert ledger.doubt(1) is None
 
 
 def test_a_batch_that_is_given_up_goes_on_behind_what_the_server_took_of_it() -> None:

@@ -6,10 +6,13 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 from shoal_common.errors import ConfigurationError
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_worker.asynchronous.options import AsyncOptions, check_configuration
 from shoal_worker.config import ShardingConfiguration
+
+SGD = torch.optim.SGD([torch.zeros(1)])
 
 
 @pytest.mark.parametrize(
@@ -33,6 +36,13 @@ from shoal_worker.config import ShardingConfiguration
         ({"pull_compression": "topk"}, "what is left out of values does not come later; expected one of fp16, bf16, int8"),
         ({"pull_compression": "powersgd"}, "what is left out of values does not come later; expected one of fp16, bf16, int8"),
         ({"pull_compression": "zip"}, "pull_compression='zip'; expected one of fp16, bf16, int8, or None"),
+        ({"inner_steps": 0}, "inner_steps=0: expected a whole number of steps"),
+        ({"inner_steps": True}, "inner_steps=True: expected a whole number of steps"),
+        ({"inner_steps": 8}, "outer_optimizer=None with inner_steps=8: expected the optimizer that the servers are to run"),
+        ({"inner_steps": 8, "outer_optimizer": SGD, "pull_every": 2}, "pull_every=2 with inner_steps=8"),
+        ({"inner_steps": 8, "outer_optimizer": SGD, "delay_compensation": 0.04}, "delay_compensation=0.04 with inner_steps=8"),
+        ({"inner_steps": 8, "outer_optimizer": "sgd"}, "outer_optimizer='sgd' with inner_steps=8: expected the optimizer"),
+        ({"outer_optimizer": SGD}, "outer_optimizer=SGD without inner_steps="),
         ({"pull_compression": 8}, "pull_compression=8; expected one of fp16, bf16, int8, or None"),
     ],
 )

@@ -58,7 +58,8 @@ def test_errors_know_a_new_optimizer() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     with pytest.raises(ConfigurationError, match=r"torch\.optim\.SGD, .* and torch\.optim\.NAdam"):
         ServerOptimizer(torch.optim.Adamax([parameter]), {id(parameter): "w"})
-    with pytest.raises(InvalidRequestError, match="expected one of adagrad, adam, adamw, lamb, nadam, rmsprop, rowwise_adagrad, sgd"):
+    expected = "expected one of adagrad, adam, adamw, delayed_nesterov, lamb, nadam, rmsprop, rowwise_adagrad, sgd"
+    with pytest.raises(InvalidRequestError, match=expected):
         optimizer_settings(name="adamax", hyperparameters={})
 
 

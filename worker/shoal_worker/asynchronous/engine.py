@@ -1,5 +1,7 @@
 """The engine of async_sgd: values come from the parameter servers, and each iteration pushes this worker's gradients to them.
 
+With inner steps an iteration is a round of them (`outer_steps.py`): the optimizer is this worker's, and the servers run the outer one.
+
 What that means for training is told in `strategies/async_sgd.py`. All of it runs on the training thread.
 """
 
@@ -10,6 +12,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
 import torch
@@ -21,6 +24,7 @@ from shoal_common.rpc.channel import ChannelSettings
 from shoal_worker.asynchronous.job import Handover, Job
 from shoal_worker.asynchronous.leases import CoordinatorLeases, LeaseSource, LocalLeases
 from shoal_worker.asynchronous.options import AsyncOptions, Revision, ServerOptimizer, check_configuration
+from shoal_worker.asynchronous.outer_steps import Round, RoundLeases
 from shoal_worker.asynchronous.own_cluster import OwnCluster
 from shoal_worker.asynchronous.servers import ParameterServers
 from shoal_worker.asynchronous.tables import PushedRows, Tables
@@ -50,6 +54,11 @@ class AsyncEngine(Engine):
         self._servers: ParameterServers | None = None
         self._schedule: ServerOptimizer | None = None
         self._leases: LeaseSource = LocalLeases()
+        self._round: Round | None = None
+        """With inner steps; and the leases, which are of rounds then."""
+        self._round_leases: RoundLeases | None = None
+        self._pushed_to: torch.optim.Optimizer | None = None
+        """The optimizer that the servers run: the outer one, or the user's."""
         self._job: Job | None = None
         self._own_cluster: OwnCluster | None = None
         self._tensors: list[HostTensor] = []
@@ -71,6 +80,11 @@ class AsyncEngine(Engine):
                 'consistency="bsp" with sparse tables: their rows are looked up within the step, and nobody waits until all have been; '
                 'use "asp" or "ssp"'
             )
+        if self._tables and self._async_options.inner_steps:
+            raise ConfigurationError(
+                f"inner_steps={self._async_options.inner_steps} with sparse tables: their rows are on the servers, which take a step of "
+                "theirs with each push; leave inner_steps out"
+            )
         check_trains(self.module)
         if any(buffer.is_meta for buffer in self.module.buffers()):
             raise ConfigurationError(
@@ -87,20 +101,28 @@ class AsyncEngine(Engine):
         check_optimizer_covers(self.module, optimizer)
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         self.optimizer = optimizer
-        self._schedule = ServerOptimizer(optimizer, names, delay_compensation=self._async_options.delay_compensation)
-        groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        options = self._async_options
+        there = self._pushed_to = optimizer if options.outer_optimizer is None else options.outer_optimizer
+        check_same_parameters(optimizer, there, names)
+        argument = "optimizer" if options.outer_optimizer is None else "outer_optimizer"
+        self._schedule = ServerOptimizer(there, names, delay_compensation=options.delay_compensation, argument=argument)
+        groups = {id(p): number for number, group in enumerate(there.param_groups) for p in group["params"]}
         # Together with others, what has small gradients would have none of the largest values, and would be lost beside a block's scale.
         compressor = self.config.compressor
         apart = compressor is not None and compressor.codec not in (codecs.FLOAT16, codecs.BFLOAT16, codecs.POWERSGD)
         tensors = [HostTensor(name, p, trained=id(p) in groups, apart=apart) for name, p in self.module.named_parameters()]
         # Those of one parameter group lie side by side on the servers, which then step them at once.
         self._tensors = sorted(tensors, key=lambda tensor: groups.get(id(tensor.parameter), len(groups)))
+        if options.inner_steps:
+            self._round = Round([tensor for tensor in self._tensors if tensor.trained], steps=options.inner_steps)
         self._joins_late = self._session.is_joining
         self._session.attach(self)
         atexit.register(self._leave)
         self._own.on_close(self._leave)
         try:
             job = self._open_job()
+            if options.inner_steps:
+                self._leases = self._round_leases = RoundLeases(self._leases, steps=options.inner_steps)
             shard_map = job.declare([*(tensor.spec for tensor in self._tensors), *self._tables.specs()])
             self._schedule.check_layout(shard_map)
             self._servers = ParameterServers(
@@ -157,15 +179,22 @@ class AsyncEngine(Engine):
             _log.warning("no peer could give its registered state and schedule; those of this joiner begin anew")
             return
         assert self._schedule is not None
-        self._require_optimizer().load_state_dict({"state": {}, "param_groups": state["groups"]})
+        assert self._pushed_to is not None
+        _load_settings(self._require_optimizer(), state["groups"])
+        if self._round is not None:
+            _load_settings(self._pushed_to, state["outer_groups"])
         self._schedule.adopt(state["revision"])
         self._session.registered.restore(state["registered"])
 
     def _own_state(self) -> dict[str, Any]:
+        """Without an inner optimizer's moments: a joiner's begin anew."""
+        assert self._pushed_to is not None
+        outer = {} if self._round is None else {"outer_groups": self._pushed_to.state_dict()["param_groups"]}
         return {
             "registered": self._session.registered.capture(),
             "groups": self._require_optimizer().state_dict()["param_groups"],
             "revision": self.look_at_schedule().number,
+            **outer,
         }
 
     def _materialize(self) -> None:
@@ -177,6 +206,12 @@ class AsyncEngine(Engine):
     def _leave(self) -> None:
         """Takes leave of the servers; stops those that are this process's own. Idempotent."""
         atexit.unregister(self._leave)
+        if self._round is not None and self._round.steps and not self._round.is_leased:
+            _log.warning(
+                "%d inner steps since the last push are not on the servers; behind a loop of your own call "
+                "optimizer.synchronize_parameters()",
+                self._round.steps,
+            )
         self._leases.close()
         if self._handover is not None:
             self._handover.close()
@@ -219,53 +254,120 @@ class AsyncEngine(Engine):
             self.look_at_schedule()
 
     def finish_step(self, update: Callable[[], None], *, scaled: bool, inspected: bool) -> StepStatus:
-        """See `Engine`: an iteration of this worker alone. COMMITTED, except when the run ended while the job stood still for want of
-        workers: LOST. Raises as `exchange`."""
+        """See `Engine`: an iteration of this worker alone, or a step of its round. LOST when the run ended while the job stood still for
+        want of workers, or where the step's loop was left within a round; else COMMITTED. Raises as `exchange`."""
         if (scaled or inspected) and self._tables:
             raise ConfigurationError(
                 "a GradScaler with sparse tables: it does not see the gradients of their rows; train in float32 or bfloat16, without it"
             )
+        self._check_round()
         try:
             return super().finish_step(update, scaled=scaled, inspected=inspected)
         except StopTraining as stop:
             return self._own.give_up_step(stop)
 
     def step_optimizer(self, *, usable: bool) -> None:
-        """See `Engine`: the servers step."""
-        self.exchange(push=usable)
+        """See `Engine`: the servers step. With inner steps this worker does, and the servers with the last of a round."""
+        if self._round is None:
+            self.exchange(self._gradients() if usable else {}, self._tables.pushes() if usable else {})
+        else:
+            self._take_inner_step(self._round, usable=usable)
+
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        """This worker's, to be pushed. Raises as `check_gradients`."""
+        trained = [tensor for tensor in self._tensors if tensor.trained]
+        check_gradients(trained)
+        return gradients(trained)
+
+    def _take_inner_step(self, taken: Round, *, usable: bool) -> None:
+        """Again after a push that failed: then the round is pushed, and no step is taken."""
+        step = self._session.step
+        source = step.source if step is not None else None
+        left_out = False
+        if not taken.is_over:
+            batches = self._round_leases.round_of(source.name) if self._round_leases is not None and source is not None else None
+            if not taken.take(self._require_optimizer(), source, batches, usable=usable):
+                if step is not None:
+                    step.pushed = ()
+                return
+            taken.end()
+        else:
+            left_out = all(tensor.parameter.grad is None for tensor in self._tensors)
+        self._push_round(taken, left_out=left_out)
+
+    def _push_round(self, over: Round, *, left_out: bool = False) -> None:
+        self.exchange({} if left_out else over.outer_gradients())
+        over.settle()
+        # The servers have stepped it: its schedulers need not warn that nobody has.
+        self._pushed_to._opt_called = True  # type: ignore[union-attr]
+        step = self._session.step
+        if self._round_leases is not None and step is not None and step.source is not None:
+            step.pushed = self._round_leases.round_of(step.source.name)
+
+    def _check_round(self) -> None:
+        """Before a step is finished: what of it counts for nothing, since the round that it was in has gone back.
+
+        Raises:
+            PreconditionError: the script was handed the batch again.
+        """
+        step = self._session.step
+        if self._round_leases is None or step is None or step.source is None or self._round_leases.round_of(step.source.name) is not None:
+            return
+        if not step.left:
+            raise PreconditionError(
+                "the round of inner steps that this batch is in went back to the coordinator when its loop was left; leave the loop again, "
+                "and go on with the next epoch"
+            )
+        self._session.void_step("its loop was left within a round of inner steps, whose batches are dealt again")
+
+    @property
+    def steps_in_round(self) -> int:
+        """Inner steps since the last push."""
+        return 0 if self._round is None else self._round.steps
+
+    @property
+    def within_round(self) -> bool:
+        """See `TrainingEngine`."""
+        return self.steps_in_round > 0
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Engine`: the settings, which go to the servers; what is momentum and moments in a synchronous run has no place on the
-        workers."""
+        workers, but with inner steps."""
+        if self._round is not None:
+            super().load_optimizer_state_dict(state)
+            return
         super().load_optimizer_state_dict({"state": {}, "param_groups": state.get("param_groups")})
 
     def synchronize_parameters(self) -> None:
-        """Pulls what all workers have reached; between steps.
+        """Pulls what all workers have reached; between steps. Within a round of the user's own loop it ends the round, with a push.
 
         Raises:
-            PreconditionError: within one: the gradient at hand is of the values that are there.
+            PreconditionError: within a step: the gradient at hand is of the values that are there. Within a round of leased batches, which
+                counts as a whole.
         """
         step = self._session.step
         if step is not None and step.handed_out:
             raise PreconditionError("synchronize_parameters within a step: call it after optimizer.step()")
-        self.pull()
+        if self._round is None or not self._round.steps:
+            self.pull()
+            return
+        if self._round.is_leased:
+            raise PreconditionError(
+                f"synchronize_parameters {self._round.steps} inner steps after the last push: the batches of a round count together, with "
+                "its last step; call it where model.steps_in_round is 0"
+            )
+        if not self._round.is_over:
+            self._round.end()
+        self._push_round(self._round)
 
-    def exchange(self, *, push: bool) -> None:
-        """Ends an iteration: pushes this worker's gradients and pulls what all workers have reached. `push` False: they are unusable.
+    def exchange(self, sent: Mapping[str, torch.Tensor], rows: Mapping[int, PushedRows] = MappingProxyType({})) -> None:
+        """Ends an iteration: pushes gradients, by the tensors' names, and rows of tables, by partition, and pulls what all workers have
+        reached. Pushes nothing where there are none.
 
         Raises:
-            InvalidRequestError (GRADIENT_NOT_FINITE): a gradient has NaN or infinite values; nothing was sent.
-            ConfigurationError: a gradient or a parameter that servers do not take; nothing was sent.
             DeadlineError (SERVER_AWAY): a server was away for longer than `server_timeout`.
             StopTraining: the job stood still for want of workers, and was stopped then.
         """
-        sent: dict[str, torch.Tensor] = {}
-        rows: dict[int, PushedRows] = {}
-        if push:
-            trained = [tensor for tensor in self._tensors if tensor.trained]
-            check_gradients(trained)
-            sent = gradients(trained)
-            rows = self._tables.pushes()
         clock = self._clock + 1
         pull = clock % self._async_options.pull_every == 0
         step = self._session.step
@@ -290,8 +392,8 @@ class AsyncEngine(Engine):
         return self._schedule.look()
 
     def pull(self) -> None:
-        """Brings back what all workers have reached; between steps. With bsp a worker that takes part has the values of its iteration, and
-        keeps them."""
+        """Brings back what all workers have reached; between steps, not within a round. With bsp a worker that takes part has the values of
+        its iteration, and keeps them."""
         if self._started and (self._rests or not self._async_options.in_step):
             self._require_servers().pull()
 
@@ -313,6 +415,8 @@ class AsyncEngine(Engine):
     def step_begins(self) -> None:
         """See `TrainingEngine`."""
         source = self._session.step.source if self._session.step is not None else None
+        if self._round is not None:
+            self._round.check_source(source)
         if source is not None and not source.leased:
             raise ConfigurationError(
                 f"loader {source.name!r} deals steps that all ranks take together, and with async_sgd there are none; give it batch_size= "
@@ -341,9 +445,12 @@ class AsyncEngine(Engine):
         self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int, at_hand: int | None = None
     ) -> Leases:
         """See `LoaderSession`."""
-        answer = self._leases.lease(
-            loader=loader, epoch=epoch, batches_in_epoch=batches_in_epoch, finished=finished, want=want, at_hand=at_hand
-        )
+        try:
+            answer = self._leases.lease(
+                loader=loader, epoch=epoch, batches_in_epoch=batches_in_epoch, finished=finished, want=want, at_hand=at_hand
+            )
+        finally:
+            self._undo_round(loader)
         if want and not answer.batches:
             if answer.epoch_done:
                 # Nobody pushes before the next epoch begins: what is evaluated between epochs is the same on all ranks.
@@ -356,15 +463,29 @@ class AsyncEngine(Engine):
             self._enter()
         elif not want:
             # The loop is left: nobody is to wait for what this worker does elsewhere, but for the batch that it has at hand.
-            self._rests_after_push = at_hand is not None
-            if at_hand is None:
+            self._rests_after_push = at_hand is not None and not answer.took_back_at_hand
+            if not self._rests_after_push:
                 with suppress(ShoalError, StopTraining):  # whoever leaves for good is not waited for either
                     self._rest()
         return answer
 
+    def _undo_round(self, loader: str) -> None:
+        """A loop was left, or goes on with other batches: what inner steps of a round have moved that went back with its loop is undone."""
+        if self._round is None or self._round_leases is None:
+            return
+        if self._round.has_gone_back(loader, self._round_leases.round_of(loader)):
+            if not self._round.is_over:
+                _log.warning(
+                    "loader %r: its loop was left %d inner steps after the last push; they are undone, and their batches dealt again. "
+                    "Leave a loop where model.steps_in_round is 0",
+                    loader,
+                    self._round.steps,
+                )
+            self._round.undo()
+
     def capture(self) -> dict[str, Any]:
-        """See `TrainingEngine`: for checkpoints. The optimizer's state stays on the servers, which write snapshots of their own
-        meanwhile."""
+        """See `TrainingEngine`: for checkpoints. What the servers run keeps its state there, and they write snapshots of their own
+        meanwhile; an inner optimizer's is this worker's."""
         if self._started:
             self._require_servers().write_snapshots()
         return {"model": self.full_state_dict(), "optimizer": self._require_optimizer().state_dict()}
@@ -380,8 +501,10 @@ class AsyncEngine(Engine):
         if not self.has_values():
             self._materialize()
         self.module.load_state_dict(state["model"])
-        # The settings alone: momentum and moments of a synchronous run have no place on the workers.
-        self._require_optimizer().load_state_dict({"state": {}, "param_groups": groups})
+        if self._round is not None and state["optimizer"] is not None and state["optimizer"]["state"]:
+            self._require_optimizer().load_state_dict(state["optimizer"])
+        else:  # momentum and moments of a synchronous run have no place on the workers
+            _load_settings(self._require_optimizer(), groups)
 
     def has_values(self) -> bool:
         """See `TrainingEngine`."""
@@ -459,6 +582,21 @@ class AsyncEngine(Engine):
     def _require_optimizer(self) -> torch.optim.Optimizer:
         assert self.optimizer is not None
         return self.optimizer
+
+
+def _load_settings(optimizer: torch.optim.Optimizer, groups: Any) -> None:
+    """Takes over the settings of parameter groups. State stays: some optimizers make theirs with themselves."""
+    optimizer.load_state_dict({"state": optimizer.state_dict()["state"], "param_groups": groups})
+
+
+def check_same_parameters(inner: torch.optim.Optimizer, outer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+    """Raises ConfigurationError unless both optimizers are made from the same parameters. `names`: id(parameter) -> its name."""
+    here, there = ({id(p) for group in each.param_groups for p in group["params"]} for each in (inner, outer))
+    if differing := sorted(names.get(each, "a tensor that is not of the model") for each in here ^ there):
+        raise ConfigurationError(
+            f"outer_optimizer={type(outer).__name__}: it and the optimizer must be made from the same parameters, and one of them lacks "
+            f"{', '.join(differing[:5])}{f' and {len(differing) - 5} more' if len(differing) > 5 else ''}"
+        )
 
 
 def _move_to_epoch(source: StepSource, epoch: int) -> None:

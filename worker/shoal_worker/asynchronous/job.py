@@ -127,17 +127,11 @@ class Job:
         return answer.shard_map
 
     def shard_map(self) -> pb.ShardMap | None:
-        """Who has what now, and where; None while the coordinator cannot say."""
+        """Which server has which partitions, and where it listens, as of now; None while the coordinator cannot say."""
         try:
             return self._link.client.get_shard_map(self.job_id).shard_map
         except (UnavailableError, DeadlineError):
             return None
-
-    def server_address(self, index: int) -> str | None:
-        """Where a server listens now; None while the coordinator cannot say."""
-        found = self.shard_map()
-        servers = found.servers if found is not None else ()
-        return next((server.address for server in servers if server.server_index == index and server.address), None)
 
     def lease_batches(
         self,

@@ -56,6 +56,14 @@ class AsyncOptions:
     full precision; gradients are computed on the rounded values. The first values, frozen parameters and `full_state_dict` are never
     rounded."""
 
+    inner_steps: int | None = None
+    """Take so many steps with the optimizer here, on the worker, and push what they have moved as one gradient to `outer_optimizer`, which
+    the servers run; >= 1 (DiLoCo; Douillard et al., 2023, algorithm 1). The same on all workers. None: each step is a push, and the servers
+    run the optimizer."""
+    outer_optimizer: torch.optim.Optimizer | None = None
+    """With `inner_steps`, and needed there: one that servers have, made from the same parameters. For K workers
+    `shoal.optim.DelayedNesterov(net.parameters(), every=K)` has the paper's learning rate and momentum."""
+
     def __post_init__(self) -> None:
         if self.pull_compression is not None:
             check_pull_compression(self.pull_compression)
@@ -86,6 +94,33 @@ class AsyncOptions:
         strength = self.delay_compensation
         if isinstance(strength, bool) or not isinstance(strength, int | float) or not (math.isfinite(strength) and strength >= 0):
             raise ConfigurationError(f"delay_compensation={strength!r}: expected a finite number, 0 or above; 0.04, say")
+        self._check_rounds()
+
+    def _check_rounds(self) -> None:
+        outer, steps = self.outer_optimizer, self.inner_steps
+        if steps is None:
+            if outer is not None:
+                raise ConfigurationError(
+                    f"outer_optimizer={type(outer).__name__} without inner_steps=: how many steps a worker takes before each push; 32, say"
+                )
+            return
+        if type(steps) is not int or steps < 1:
+            raise ConfigurationError(f"inner_steps={steps!r}: expected a whole number of steps, at least 1")
+        if not isinstance(outer, torch.optim.Optimizer):
+            raise ConfigurationError(
+                f"outer_optimizer={outer!r} with inner_steps={steps}: expected the optimizer that the servers are to run, made from the "
+                "model's parameters: for 4 workers shoal.optim.DelayedNesterov(net.parameters(), every=4), say"
+            )
+        if self.pull_every > 1:
+            raise ConfigurationError(
+                f"pull_every={self.pull_every} with inner_steps={steps}: each push ends with a pull, from which the next inner steps go "
+                "on. Leave it out, or raise inner_steps"
+            )
+        if self.delay_compensation:
+            raise ConfigurationError(
+                f"delay_compensation={self.delay_compensation} with inner_steps={steps}: it is for the gradient of one batch, whose square "
+                "stands for a curvature; what inner steps have moved is none. Leave it out"
+            )
 
     @property
     def waits_for_others(self) -> bool:
@@ -136,6 +171,8 @@ def check_configuration(config: ShardingConfiguration, backend: str) -> None:
         )
 
 
+_OR_HERE = ", or give inner_steps=, with which workers run the optimizer"
+
 Values = tuple[tuple[str, float], ...]
 """One group's hyperparameters by the servers' names, sorted."""
 
@@ -164,8 +201,16 @@ class Revision:
 class ServerOptimizer:
     """The optimizer that the servers run."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], *, delay_compensation: float = 0.0) -> None:
-        """`names`: id(parameter) -> its name among the declared tensors. `delay_compensation`: see `AsyncOptions`.
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: Mapping[int, str],
+        *,
+        delay_compensation: float = 0.0,
+        argument: str = "optimizer",
+    ) -> None:
+        """`names`: id(parameter) -> its name among the declared tensors. `delay_compensation`: see `AsyncOptions`. `argument`: what the
+        user gave the optimizer as, for errors.
 
         Raises:
             ConfigurationError: an optimizer that the servers do not have, or not with these settings.
@@ -175,8 +220,8 @@ class ServerOptimizer:
         known = next(declared, None)
         if known is None:
             raise ConfigurationError(
-                f"optimizer={type(optimizer).__module__}.{type(optimizer).__qualname__}: with async_sgd the parameter servers run the "
-                f"optimizer, and they have {in_words()}; use one of these"
+                f"{argument}={type(optimizer).__module__}.{type(optimizer).__qualname__}: with async_sgd the parameter servers run the "
+                f"{argument}, and they have {in_words()}; use one of these{_OR_HERE if argument == 'optimizer' else ''}"
             )
         for group in optimizer.param_groups:
             if delay_compensation and group["maximize"]:

@@ -5,6 +5,9 @@ holds, and then sends the same numbers again: what was applied is acknowledged a
 than it had acknowledged has lost its disk, or has no data directory. Then updates are lost, of all workers alike; the link says so in the
 log and in the metrics, gives an empty server this worker's own values, and goes on from where the server stands (docs/decisions/0082).
 
+Partitions may move to another server meanwhile (docs/decisions/0200). Then the link raises ShardMapChanged, `ParameterServers` deals the
+partitions out anew, and what was not acknowledged goes to the new owner under the same numbers.
+
 Used by one thread at a time: the training thread hands work to a thread of the pool and waits for it.
 """
 
@@ -16,7 +19,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import chain
 from typing import Final, TypeVar
 
 import torch
@@ -35,6 +37,7 @@ from shoal_common.failpoints import failpoint
 from shoal_common.wire import checksum
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
+from shoal_worker.asynchronous.delivery import Delivery, ShardMapChanged
 from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.ledger import Ledger
 from shoal_worker.asynchronous.options import AsyncOptions, Revision, ServerOptimizer
@@ -59,19 +62,12 @@ _LARGEST_CLOCK: Final = 2**63 - 1
 _TRANSIENT: Final = (UnavailableError, DeadlineError, CorruptDataError)
 _REWOUND: Final = frozenset({"SEQUENCE_GAP", "BASE_VERSION_AHEAD", "PARTITION_UNINITIALIZED", "OPTIMIZER_UNCONFIGURED"})
 """Refusals that mean: the server has lost something that it had acknowledged."""
+_MOVED: Final = "STALE_SHARD_MAP"
+"""Refusal that means: partitions have moved since this worker asked for the shard map."""
+_MOVING: Final = "PARTITION_MOVING"
 _NOT_MY_TURN: Final = frozenset({"SSP_WAIT_TIMEOUT", "BSP_WAIT_TIMEOUT"})
 
 AnswerT = TypeVar("AnswerT")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pushed:
-    """What became of a push."""
-
-    staleness: int
-    """Versions between the pull that the gradient was computed on and the push; the largest over the partitions."""
-    known: bool
-    """All that was pushed, if anything was, had come from another member before, which had the batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +80,7 @@ class Position:
 
 
 class ServerLink:
-    """One server's share of the tensors, and how far this worker is with each partition."""
+    """One server, and the partitions that it has."""
 
     def __init__(
         self,
@@ -93,36 +89,47 @@ class ServerLink:
         optimizer: ServerOptimizer,
         options: AsyncOptions,
         *,
+        ledger: Ledger,
+        payloads: Payloads,
         closing: threading.Event,
         lost: Callable[[int], None],
-        payloads: Payloads,
     ) -> None:
-        """`closing`: set when nothing is to be waited for any more. `lost`: told of updates of this worker, counted by partition, that the
-        server had acknowledged and has lost. `payloads`: makes those for this server, and no other."""
+        """`ledger`, `payloads`: of all servers. `closing`: set when nothing is to be waited for any more. `lost`: told of updates of this
+        worker, counted by partition, that the server had acknowledged and has lost."""
+        self._ledger = ledger
         self._payloads = payloads
         self._incoming = PulledValues(options.pull_compression)
         self._job = job
-        self._share = share
         self._optimizer = optimizer
         self._options = options
         self._closing = closing
         self._lost = lost
-        self._partitions = {partition.partition_id: partition for partition in share.partitions}
-        self._trained = [partition for partition in share.partitions if partition.trained]
-        self._buckets = frozenset(share.buckets)
-        """Partitions that are buckets of sparse tables: pushed here, and looked up elsewhere (tables.py)."""
-        self._ledger = Ledger((*self._partitions, *share.buckets))
         self._revision = Revision(number=0, groups=())
         """The newest that this server was told."""
         self._clock = 0
         self._finished_batches: list[int] = []
         """Finished on all servers, and not told to this one yet."""
-        self._unsure: int | None = None
-        """A push was given up, and nobody knows what became of it: the key of its batch, or 0."""
-        self._started = False
-        self._stream_deadline = timedelta(seconds=60 + sum(partition.size_bytes for partition in share.partitions) / _SLOWEST_BYTES_PER_S)
         self._address = share.address
         self._client = job.server_client(share.address)
+        self.adopt(share)
+
+    @property
+    def index(self) -> int:
+        """Which server this is: its server_index."""
+        return self._share.index
+
+    def adopt(self, share: ServerShare) -> None:
+        """What the server has by the newest shard map, some of which this worker may not have pulled before. Between calls."""
+        self._share = share
+        self._partitions = {partition.partition_id: partition for partition in share.partitions}
+        self._trained = [partition for partition in share.partitions if partition.trained]
+        self._started = all(map(self._ledger.has_values, self._partitions))
+        self._stream_deadline = timedelta(seconds=60 + sum(partition.size_bytes for partition in share.partitions) / _SLOWEST_BYTES_PER_S)
+
+    def joins(self, others: Sequence[ServerLink]) -> None:
+        """This link's server got its first partitions from `others` while this worker trains: it is as far as they are. Between calls."""
+        self._clock = max(link._clock for link in others)
+        self._finished_batches = max((list(link._finished_batches) for link in others), key=len)
 
     # --------------------------------------------------------------------------------------------------------- the beginning
 
@@ -160,39 +167,49 @@ class ServerLink:
 
     # ------------------------------------------------------------------------------------------------------- step by step
 
-    def exchange(self, iteration: Iteration) -> Pushed:
-        """Pushes this server's part of the gradients and pulls newer values into the tensors' host memory.
+    def exchange(self, delivery: Delivery) -> None:
+        """Pushes this server's part of the gradients, as far as it was not acknowledged yet, and pulls newer values into the tensors' host
+        memory.
 
         Raises:
+            ShardMapChanged: partitions have moved.
             DeadlineError: the server was away for too long; part of the iteration may be applied.
             StopTraining: the job went on hold, and was stopped then.
             ShoalError: the server refused.
         """
+        iteration = delivery.iteration
         if iteration.revision.number > self._revision.number:
             self._insist("SetHyperparameters", lambda: self._set_hyperparameters(iteration.revision))
-        outcome = Pushed(staleness=0, known=True)
-        pushed = [each for each in self._trained if any(piece.tensor.name in iteration.gradients for piece in each.pieces)]
-        rows = [each for number, each in iteration.rows.items() if number in self._buckets]
-        if pushed or rows:
-            there: frozenset[int] = frozenset()
-            if self._unsure is not None:
-                again = self._unsure == iteration.batch
-                there = self._insist("GetServer", lambda: self._look_back(again=again))
-            self._unsure = iteration.batch
-            payloads = self._payloads.gradients(pushed, iteration)
-            self._ledger.computed_on({each.partition_id: each.version for each in rows})
-            answer = self._push_in_turn(
-                lambda: self._push([*pushed, *rows], chain(payloads(), self._payloads.rows(rows)), iteration),
-            )
-            self._unsure = None
-            self._payloads.settle({each.partition_id for each in answer if not each.known_batch} - there)
-            outcome = Pushed(staleness=max(each.staleness for each in answer), known=all(each.known_batch for each in answer))
+        wanted: list[Partition | PushedRows] = [
+            each for each in self._trained if any(piece.tensor.name in iteration.gradients for piece in each.pieces)
+        ]
+        wanted += [each for number, each in iteration.rows.items() if number in self._share.buckets]
+        pushed = [each for each in wanted if each.partition_id not in delivery.acknowledged]
+        if pushed:
+            there = self._prepare(pushed, delivery)
+            answer = self._push_in_turn(lambda: self._push(pushed, (delivery.payloads[each.partition_id]() for each in pushed), iteration))
+            applied = {each.partition_id for each in answer if not each.known_batch} - there
+            self._payloads.settle((each.partition_id for each in answer), applied=applied)
+            delivery.acknowledged.update({each.partition_id: each for each in answer})
         self._clock = iteration.clock
         if iteration.pull and self._trained:
             self.pull_in_turn()
-        elif self._takes_part and not pushed and not rows:
+        elif self._takes_part and not pushed:
             self.advance_clock(iteration.clock)
-        return outcome
+
+    def _prepare(self, pushed: Sequence[Partition | PushedRows], delivery: Delivery) -> frozenset[int]:
+        """Makes the payloads. Returns the partitions that will take theirs for a push of the same batch that was given up before."""
+        new = [each for each in pushed if each.partition_id not in delivery.payloads]
+        batch = delivery.iteration.batch
+        self._ledger.computed_on({each.partition_id: each.version for each in new if isinstance(each, PushedRows)})
+        doubtful = {each.partition_id: doubt == batch for each in new if (doubt := self._ledger.doubt(each.partition_id)) is not None}
+        there = self._insist("GetServer", lambda: self._look_back(doubtful)) if doubtful else frozenset[int]()
+        self._ledger.begun((each.partition_id for each in new), batch)
+        for each in new:
+            delivery.payloads[each.partition_id] = (
+                self._payloads.rows(each) if isinstance(each, PushedRows) else self._payloads.gradient(each, delivery.iteration)
+            )
+        return there
 
     def finished(self, batch: int) -> None:
         """Every push of the batch with this key was acknowledged, on all servers."""
@@ -228,9 +245,10 @@ class ServerLink:
         others = {member: own - (state.clocks[member] - done) for member, done in state.iterations.items() if member != self._job.member_id}
         return Position(clock=own, by_others=others)
 
-    def place(self, at: int) -> None:
-        """What this worker has finished is `at` by the server's count, which is not below where it stands."""
-        self._tell(self._clock, place=at)
+    def place(self, at: int | None) -> None:
+        """What this worker has finished is `at` by the server's count, which is not below where it stands; None: it stays where it is."""
+        if at is not None:
+            self._tell(self._clock, place=at)
 
     def rest(self) -> None:
         """Nobody need wait for this worker until it enters again."""
@@ -240,12 +258,19 @@ class ServerLink:
     @property
     def _takes_part(self) -> bool:
         """Something is trained on this server."""
-        return bool(self._trained or self._buckets)
+        return bool(self._trained or self._share.buckets)
 
     def _tell(self, clock: int, *, has_read: bool = False, place: int = 0) -> None:
         def tell() -> None:
-            job = self._job
-            self._client.advance_clock(job.job_id, job.member_id, clock=clock, has_read=has_read, place=place, generation=job.generation)
+            self._client.advance_clock(
+                self._job.job_id,
+                self._job.member_id,
+                clock=clock,
+                has_read=has_read,
+                place=place,
+                generation=self._job.generation,
+                shard_map_epoch=self._share.epoch,
+            )
 
         self._insist("AdvanceClock", tell)
 
@@ -285,9 +310,10 @@ class ServerLink:
             )
         self._initialize(missing)
 
-    def _initialize(self, partitions: Sequence[Partition]) -> None:
-        if partitions:
-            self._client.initialize(self._outgoing(self._payloads.values(partitions)), deadline=self._stream_deadline)
+    def _initialize(self, partitions: Sequence[Partition]) -> list[pb.PartitionResult]:
+        if not partitions:
+            return []
+        return self._client.initialize(self._outgoing(self._payloads.values(partitions)), deadline=self._stream_deadline)
 
     def _push(
         self, partitions: Sequence[Partition | PushedRows], payloads: Iterable[Payload], iteration: Iteration
@@ -373,7 +399,8 @@ class ServerLink:
         """`in_turn`: as a member with a clock; else as an onlooker, who waits for no other worker. `codec` None: that of the options."""
         if not partitions:
             return  # asking for none would ask for all
-        request = self._pull_request(partitions, self._ledger.held, wait=wait, in_turn=in_turn)
+        held = {each.partition_id: self._ledger.held(each.partition_id) for each in partitions}
+        request = self._pull_request(partitions, held, wait=wait, in_turn=in_turn)
         request.codec = self._incoming.codec if codec is None else codec
         tensors = {piece.tensor.name: piece.tensor for partition in partitions for piece in partition.pieces}
         memory = {name: tensor.target() for name, tensor in tensors.items()}
@@ -419,7 +446,8 @@ class ServerLink:
     def _insist(self, method: str, attempt: Callable[[], AnswerT]) -> AnswerT:
         """Repeats `attempt` until it succeeds, and finds out before each repetition where the server stands.
 
-        Raises DeadlineError when the server was away for longer than `server_timeout`, and what no repetition can cure.
+        Raises ShardMapChanged when partitions have moved, DeadlineError when the server was away for longer than `server_timeout`, and what
+        no repetition can cure.
         """
         away_since: float | None = None
         backoff = Backoff(longest_s=_LONGEST_BACKOFF_S)
@@ -436,6 +464,8 @@ class ServerLink:
                 if self._closing.is_set() or not self._is_curable(error):
                     raise
                 away_since = self._away(method, error, since=away_since)
+                if error.reason == _MOVING:
+                    backoff.reset()  # it takes a fraction of a second
                 if self._job.leaving and time.monotonic() - away_since > _LEAVES_AFTER_S:
                     raise self._job.departure() from error
                 self._closing.wait(backoff.next_s(error))
@@ -443,12 +473,13 @@ class ServerLink:
     def _is_curable(self, error: ShoalError) -> bool:
         if error.reason in _NOT_MY_TURN or (error.reason == "PARTITION_UNINITIALIZED" and not self._started):
             return False
-        return isinstance(error, _TRANSIENT) or error.reason in _REWOUND
+        return isinstance(error, _TRANSIENT) or error.reason in _REWOUND or error.reason == _MOVED
 
     def _away(self, method: str, error: ShoalError, *, since: float | None) -> float:
         now = time.monotonic()
         if since is None:
-            _log.warning("server %d at %s: %s failed and will be tried again: %s", self._share.index, self._address, method, error)
+            level = logging.INFO if error.reason in (_MOVED, _MOVING) else logging.WARNING
+            _log.log(level, "server %d at %s: %s failed and will be tried again: %s", self._share.index, self._address, method, error)
             return now
         patience = self._options.server_timeout.total_seconds()
         if now - since > patience:
@@ -471,22 +502,26 @@ class ServerLink:
             held = {each.partition_id for each in state.partitions if each.version}
             empty = [partition for partition in self._partitions.values() if partition.partition_id not in held]
             if empty:
-                _log.warning("server %d came back without values: it gets this worker's; its optimizer state is lost", self._share.index)
-                self._initialize(empty)
+                # A server that has not heard yet that it got partitions of another one has them once it is asked for them, and keeps them.
+                if not all(each.duplicate for each in self._initialize(empty)):
+                    _log.warning("server %d came back without values: it got this worker's; its optimizer state is lost", self._share.index)
                 state = self._look()
-            self._rewind(state.partitions)
+            # One that has not heard yet that some of its partitions have moved says what it knows of these, too.
+            own = self._partitions.keys() | set(self._share.buckets)
+            self._rewind(each for each in state.partitions if each.partition_id in own)
 
-    def _look_back(self, *, again: bool) -> frozenset[int]:
-        """Finds out which partitions have a push that was given up. `again`: what is pushed next is the same batch, under the same numbers;
-        returns the partitions that will take it for that push, and only acknowledge it. Else goes on behind what the server has."""
+    def _look_back(self, doubtful: Mapping[int, bool]) -> frozenset[int]:
+        """Finds out which of these partitions have a push that was given up. The value: what is pushed next is the same batch, under the
+        same number; returns those of them that will take it for that push, and only acknowledge it. With the others goes on behind what
+        the server has."""
         self._find()
-        held = self._look().partitions
+        held = [each for each in self._look().partitions if each.partition_id in doubtful]
+        if len(held) < len(doubtful):
+            raise UnavailableError(f"server {self._share.index} has not heard yet that it has partitions {sorted(doubtful)}")
         there = self._ledger.ahead(held)
-        self._payloads.settle(there)
-        if again:
-            return there
-        self._ledger.follow(held)
-        return frozenset()
+        self._payloads.settle(doubtful, applied=there)
+        self._ledger.follow(each for each in held if not doubtful[each.partition_id])
+        return frozenset(partition_id for partition_id in there if doubtful[partition_id])
 
     def _rewind(self, state: Iterable[pb.PartitionVersion]) -> None:
         """Goes on from where the server stands."""
@@ -501,8 +536,17 @@ class ServerLink:
             self._lost(lost)
 
     def _find(self) -> None:
-        """A server that was restarted may listen elsewhere."""
-        address = self._job.server_address(self._share.index)
+        """A server that was restarted may listen elsewhere. Raises ShardMapChanged when partitions have moved, and UnavailableError when
+        one that has some of them is not there yet."""
+        shard_map = self._job.shard_map()
+        if shard_map is None:
+            return
+        addresses = {server.server_index: server.address for server in shard_map.servers if server.address}
+        if shard_map.epoch > self._share.epoch:
+            if missing := sorted({partition.primary for partition in shard_map.partitions} - addresses.keys()):
+                raise UnavailableError(f"servers {missing}, which have partitions now, are not registered", reason="SHARD_MAP_INCOMPLETE")
+            raise ShardMapChanged(shard_map)
+        address = addresses.get(self._share.index)
         if address is not None and address != self._address:
             self._client.close()
             self._address = address

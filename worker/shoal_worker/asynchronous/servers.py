@@ -2,6 +2,9 @@
 
 While one server is still being pushed to, values of another are pulled: each server has a thread of its own. The training thread waits for
 all of them, so the tensors' memory is used by one side at a time. What goes wrong at one server is raised when the others have finished.
+
+When partitions have moved (docs/decisions/0200), the training thread deals them out anew once all threads have come back, and asks all
+servers again: every call here may be repeated, since each server's part is done once, or is the same however often it is done.
 """
 
 from __future__ import annotations
@@ -18,16 +21,20 @@ import xxhash
 from shoal_common.errors import ShoalError
 from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 
+from shoal_worker.asynchronous.delivery import Delivery, Pushed, ShardMapChanged
 from shoal_worker.asynchronous.job import Job
+from shoal_worker.asynchronous.ledger import Ledger
 from shoal_worker.asynchronous.options import AsyncOptions, ServerOptimizer
-from shoal_worker.asynchronous.server_link import Position, Pushed, ServerLink
-from shoal_worker.asynchronous.tensors import HostTensor, Iteration, Payloads, publish, shares
+from shoal_worker.asynchronous.server_link import Position, ServerLink
+from shoal_worker.asynchronous.tensors import HostTensor, Iteration, Payloads, ServerShare, publish, shares
 from shoal_worker.compression.base import GradientCompressor
 from shoal_worker.metrics import WorkerMetrics
 
 _log = logging.getLogger(__name__)
 
 _FAREWELL: Final = timedelta(seconds=2)
+_MOST_SERVERS: Final = 1000
+"""A job has no more. A thread is started when a server is spoken to and no other thread is idle."""
 
 AnswerT = TypeVar("AnswerT")
 
@@ -46,22 +53,18 @@ class ParameterServers:
         compressor: GradientCompressor | None = None,
     ) -> None:
         """Does not connect yet. `compressor`: of the pushes."""
-        stream = xxhash.xxh3_64_intdigest(job.member_id.encode())
+        self._job = job
+        self._optimizer = optimizer
+        self._options = options
+        self._lost = metrics.pushes_lost.inc
         self._tensors = tuple(tensors)
         self._trained = tuple(tensor for tensor in tensors if tensor.trained)
-        self._waited_for = options.waits_for_others
-        self._in_step = options.in_step
         self._closing = threading.Event()
-        self._links = [
-            ServerLink(
-                *(job, share, optimizer, options),
-                closing=self._closing,
-                lost=metrics.pushes_lost.inc,
-                payloads=Payloads(compressor, stream=stream),
-            )
-            for share in shares(shard_map, tensors)
-        ]
-        self._pool = ThreadPoolExecutor(max_workers=max(1, len(self._links)), thread_name_prefix="shoal-server")
+        partitions = [partition.partition_id for partition in shard_map.partitions]
+        self._ledger = Ledger(partitions)
+        self._payloads = Payloads(compressor, partitions, stream=xxhash.xxh3_64_intdigest(job.member_id.encode()))
+        self._links = [self._link(share) for share in shares(shard_map, tensors)]
+        self._pool = ThreadPoolExecutor(max_workers=_MOST_SERVERS, thread_name_prefix="shoal-server")
         self._snapshot: threading.Thread | None = None
 
     def configure(self) -> None:
@@ -75,14 +78,14 @@ class ParameterServers:
 
     def exchange(self, iteration: Iteration) -> Pushed:
         """Pushes gradients and pulls values. Raises as `ServerLink.exchange`."""
-        outcomes = self._each(lambda link: link.exchange(iteration))
+        delivery = Delivery(iteration=iteration)
+        self._each(lambda link: link.exchange(delivery))
         if iteration.pull:
             publish(self._trained)
         if iteration.batch:
             for link in self._links:
                 link.finished(iteration.batch)
-        known = bool(iteration.batch and (iteration.gradients or iteration.rows)) and all(outcome.known for outcome in outcomes)
-        return Pushed(staleness=max((outcome.staleness for outcome in outcomes), default=0), known=known)
+        return delivery.outcome()
 
     def pull(self) -> None:
         """Pulls newer values into the module, outside of a step."""
@@ -100,10 +103,9 @@ class ParameterServers:
         """Takes part, having finished `clock` iterations, and pulls what the next one begins with. From now on others may wait for this
         worker."""
         positions = self._each(lambda link: link.enter(clock))
-        if self._in_step:
-            for link, place in zip(self._links, aligned(positions), strict=True):
-                if place is not None:
-                    link.place(place)
+        if self._options.in_step:
+            places = dict(zip((link.index for link in self._links), aligned(positions), strict=True))
+            self._each(lambda link: link.place(places.get(link.index)))
         self._each(ServerLink.pull_in_turn)
         publish(self._trained)
 
@@ -125,13 +127,21 @@ class ParameterServers:
         self._closing.set()
         if self._snapshot is not None:
             self._snapshot.join()
-        if self._waited_for:
+        if self._options.waits_for_others:
             # One after the other: when the interpreter ends, a pool takes no more work.
             for link in self._links:
                 link.farewell(_FAREWELL)
         self._abort()
 
     def _each(self, call: Callable[[ServerLink], AnswerT]) -> list[AnswerT]:
+        """What each server answers, by the links' order; all are asked again when partitions have moved."""
+        while True:
+            try:
+                return self._each_once(call)
+            except ShardMapChanged as changed:
+                self._deal_out(changed.shard_map)
+
+    def _each_once(self, call: Callable[[ServerLink], AnswerT]) -> list[AnswerT]:
         if len(self._links) == 1:
             return [call(self._links[0])]
         futures: list[Future[AnswerT]] = [self._pool.submit(call, link) for link in self._links]
@@ -141,7 +151,40 @@ class ParameterServers:
             self._closing.set()
             self._abort()
             raise
+        failed = [error for future in futures if (error := future.exception()) is not None]
+        for error in failed:
+            if not isinstance(error, ShardMapChanged):
+                raise error
+        changes = [error for error in failed if isinstance(error, ShardMapChanged)]
+        if changes:
+            raise max(changes, key=lambda changed: changed.shard_map.epoch)
         return [future.result() for future in futures]
+
+    def _deal_out(self, shard_map: coordinator_pb.ShardMap) -> None:
+        """Gives each server's link the partitions that it has now."""
+        before = {link.index: link for link in self._links}
+        links = []
+        for share in shares(shard_map, self._tensors):
+            link = before.pop(share.index, None)
+            if link is not None:
+                link.adopt(share)
+            else:
+                link = self._link(share)
+                link.joins(self._links)
+            links.append(link)
+        for link in before.values():
+            link.close()
+        _log.info("partitions have moved (shard map %d): %d servers, %d before", shard_map.epoch, len(links), len(self._links))
+        self._links = links
+
+    def _link(self, share: ServerShare) -> ServerLink:
+        return ServerLink(
+            *(self._job, share, self._optimizer, self._options),
+            ledger=self._ledger,
+            payloads=self._payloads,
+            closing=self._closing,
+            lost=self._lost,
+        )
 
     def _write_snapshots(self) -> None:
         for link in self._links:

@@ -159,15 +159,36 @@ def check_gradients(tensors: Iterable[HostTensor]) -> None:
             raise ConfigurationError(
                 f"the gradient of {name!r} is {gradient.layout}; parameter servers take dense ones: make the embedding with sparse=False"
             )
-    if _surely_finite([gradient for _, gradient in found]):
+    for name, culprits in _not_finite(found):
+        raise InvalidRequestError(
+            f"the gradient of {name!r} has {culprits} values that are NaN or infinite; nothing was pushed. Leave "
+            "the batch out (optimizer.zero_grad(), then optimizer.step()), clip, or lower the learning rate",
+            reason="GRADIENT_NOT_FINITE",
+        )
+
+
+def check_outer_gradients(found: Mapping[str, torch.Tensor], *, steps: int) -> None:
+    """Refuses what servers would refuse of a round of `steps` inner steps, before anything is sent.
+
+    Raises:
+        InvalidRequestError (GRADIENT_NOT_FINITE): NaN or infinite values, naming the parameter.
+    """
+    for name, culprits in _not_finite(list(found.items())):
+        raise InvalidRequestError(
+            f"in {steps} inner steps {culprits} values of {name!r} became NaN or infinite; nothing was pushed, and the values are again "
+            "those that the round began with. Leave the round out (optimizer.zero_grad(), then optimizer.step()), clip, or lower the "
+            "learning rate; the inner optimizer's state may have such values as well",
+            reason="GRADIENT_NOT_FINITE",
+        )
+
+
+def _not_finite(found: Sequence[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, str]]:
+    """The names of those that have NaN or infinite values, and how many of how many."""
+    if _surely_finite([tensor for _, tensor in found]):
         return
-    for name, gradient in found:
-        if culprits := int(gradient.isfinite().logical_not_().sum()):
-            raise InvalidRequestError(
-                f"the gradient of {name!r} has {culprits} of {gradient.numel()} values that are NaN or infinite; nothing was pushed. Leave "
-                "the batch out (optimizer.zero_grad(), then optimizer.step()), clip, or lower the learning rate",
-                reason="GRADIENT_NOT_FINITE",
-            )
+    for name, tensor in found:
+        if culprits := int(tensor.isfinite().logical_not_().sum()):
+            yield name, f"{culprits} of {tensor.numel()}"
 
 
 @torch.no_grad()
@@ -370,11 +391,12 @@ class Payload(NamedTuple):
 
 
 class Payloads:
-    """Makes the payloads of one server's partitions."""
+    """Makes the payloads of partitions. What compression keeps of a partition belongs to the thread that speaks to its server."""
 
-    def __init__(self, compressor: GradientCompressor | None, *, stream: int) -> None:
-        """`compressor`: of gradients; None: they are sent as they are. `stream`: see `CompressedPushes`."""
-        self._compressed = None if compressor is None else CompressedPushes(compressor, stream=stream)
+    def __init__(self, compressor: GradientCompressor | None, partitions: Iterable[int], *, stream: int) -> None:
+        """`compressor`: of gradients; None: they are sent as they are. `partitions`: all of the job, by number. `stream`: see
+        `CompressedPushes`."""
+        self._compressed = {} if compressor is None else {each: CompressedPushes(compressor, stream=stream) for each in partitions}
 
     def values(self, partitions: Iterable[Partition]) -> Iterator[Payload]:
         """The tensors' values, made as they are sent."""
@@ -382,42 +404,38 @@ class Payloads:
             memory = {piece.tensor.name: piece.tensor.values() for piece in partition.pieces}
             yield Payload(partition, (), partition.length, pb.CODEC_RAW, tensor_bytes(partition.gathered(memory)))
 
-    def gradients(self, partitions: Sequence[Partition], iteration: Iteration) -> Callable[[], Iterator[Payload]]:
-        """Gives the payloads of one push, the same bytes however often the push is attempted. Say what became of them with `settle` before
-        the next push."""
-        compressed = self._compressed
+    def gradient(self, partition: Partition, iteration: Iteration) -> Callable[[], Payload]:
+        """Gives the payload of one push of a partition, the same bytes however often the push is attempted. Say what became of it with
+        `settle` before the next push."""
+        compressed = self._compressed.get(partition.partition_id)
         if compressed is None:
-            return lambda: (_as_it_is(partition, iteration.gradients) for partition in partitions)
-        payloads: list[Payload] = []
-        try:
-            for partition in partitions:
-                absent = partition.absent_from(iteration.gradients)
-                gradient = partition.gathered(iteration.gradients, absent)
-                codec, data = compressed.encode(
-                    gradient,
-                    partition=partition.partition_id,
-                    # Numbered by the clock: a push may get another sequence number at the next attempt.
-                    sequence=iteration.clock,
-                    places=partition.places(absent) if absent else (),
-                    length=partition.length,
-                    shapes=partition.shapes(absent),
-                )
-                payloads.append(Payload(partition, absent, gradient.numel(), codec, data))
-        except BaseException:
-            self.settle(())  # none was sent
-            raise
-        return lambda: iter(payloads)
+            return lambda: _as_it_is(partition, iteration.gradients)
+        absent = partition.absent_from(iteration.gradients)
+        gradient = partition.gathered(iteration.gradients, absent)
+        codec, data = compressed.encode(
+            gradient,
+            partition=partition.partition_id,
+            # Numbered by the clock: a push may get another sequence number at the next attempt.
+            sequence=iteration.clock,
+            places=partition.places(absent) if absent else (),
+            length=partition.length,
+            shapes=partition.shapes(absent),
+        )
+        payload = Payload(partition, absent, gradient.numel(), codec, data)
+        return lambda: payload
 
-    def rows(self, pushed: Iterable[PushedRows]) -> Iterator[Payload]:
-        """The payloads of rows of tables, as they are."""
-        return (Payload(each, (), each.length, pb.CODEC_RAW, each.data, each.rows) for each in pushed)
+    def rows(self, pushed: PushedRows) -> Callable[[], Payload]:
+        """Gives the payload of rows of a table, as they are."""
+        payload = Payload(pushed, (), pushed.length, pb.CODEC_RAW, pushed.data, pushed.rows)
+        return lambda: payload
 
-    def settle(self, applied: Collection[int]) -> None:
-        """Says to which partitions the server has applied the last push, each by this very payload: what compression left out of it is then
-        owed to the next. To the others it has not, and will not: there what was owed before is owed still."""
-        if self._compressed is not None:
-            for partition_id in self._compressed.unanswered:
-                self._compressed.settle(partition_id, applied=partition_id in applied)
+    def settle(self, partitions: Iterable[int], *, applied: Collection[int]) -> None:
+        """Says to which of these partitions the server has applied the last push, each by this very payload: what compression left out of
+        it is then owed to the next. To the others it has not, and will not: there what was owed before is owed still."""
+        for partition_id in partitions:
+            compressed = self._compressed.get(partition_id)
+            if compressed is not None and compressed.unanswered:
+                compressed.settle(partition_id, applied=partition_id in applied)
 
 
 def _as_it_is(partition: Partition, gradients: Mapping[str, torch.Tensor]) -> Payload:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 from shoal_common.errors import ConfigurationError, InternalError
@@ -319,17 +319,18 @@ class ElasticDataLoader:
         """See `StepSource.leaving`."""
         self._iterations.acknowledge()
 
-    def committed(self, placement: Placement, *, known: bool = False) -> int:
+    def committed(self, placement: Placement, *, known: bool = False, pushed: Sequence[int] | None = None) -> int:
         """See `StepSource.committed`."""
         dealt = self._supply.commit()
         if dealt is None:
             raise InternalError(f"loader {self.name!r} was told of a commit, but no step of it is under way")
         if self._record is not None:
-            place = {"loader": self.name, "generation": placement.generation, "epoch": dealt.epoch, "step": dealt.number}
+            place = {"loader": self.name, "generation": placement.generation, "epoch": dealt.epoch}
             if self.leased:
-                self._record.write("finished", **place, known=known)
+                for number in (dealt.number,) if pushed is None else pushed:
+                    self._record.write("finished", **place, step=number, known=known)
             else:
-                self._record.write("committed", **place, begin=dealt.positions.start)
+                self._record.write("committed", **place, step=dealt.number, begin=dealt.positions.start)
         return dealt.handed_out if placement.leads_replica else 0
 
     def state_dict(self) -> dict[str, Any]:

@@ -200,9 +200,10 @@ class LeasedBatches:
 
     def acknowledge(self, session: LoaderSession) -> None:
         """The loop is left, and there may be no next lease: tells the coordinator what is finished, and gives the other batches back, but
-        one that is handed out, which may still be finished."""
+        one that is handed out, which may still be finished, unless that is within a round of inner steps."""
         try:
-            self._lease(session, 0)
+            if self._lease(session, 0).took_back_at_hand:
+                self._current = None
         finally:
             self._held.clear()  # whether it has heard of it or not
 

@@ -207,7 +207,9 @@ class Borders:
             return
         link = formation.membership.link
         if self._held.engine.asynchronous:
-            self._leave_if_asked(formation, stop=link.stopped)
+            # Within a round nobody leaves in good order: what its steps have moved would be lost.
+            if link.refused is not None or not self._held.engine.within_round:
+                self._leave_if_asked(formation, stop=link.stopped)
             return
         if self._held.engine.idle:
             self._await_ranks(formation, source)

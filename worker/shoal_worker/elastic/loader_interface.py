@@ -134,7 +134,7 @@ class LoaderSession(Protocol):
         self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int, at_hand: int | None = None
     ) -> Leases:
         """Leases batches first come first served (async_sgd), from the coordinator or local in a world of one. `want` 0: the loop is left,
-        and all that is leased goes back but `at_hand`, which `optimizer.step()` may still finish."""
+        and all that is leased goes back but `at_hand`, which `optimizer.step()` may still finish (see `Leases.took_back_at_hand`)."""
         ...
 
 
@@ -145,6 +145,8 @@ class Leases:
     batches: tuple[int, ...]
     epoch_done: bool
     retry_after_s: float
+    took_back_at_hand: bool = False
+    """The loop was left within a round of inner steps: what was at hand goes back, too."""
 
 
 class StepSource(Protocol):
@@ -199,9 +201,10 @@ class StepSource(Protocol):
         """Its batches are leased first come first served, instead of dealt by rank."""
         ...
 
-    def committed(self, placement: Placement, *, known: bool = False) -> int:
+    def committed(self, placement: Placement, *, known: bool = False, pushed: Sequence[int] | None = None) -> int:
         """The step handed out last is committed in `placement`'s generation: advance the cursor, write the record. Returns the number of
-        samples of this rank that counted. `known`: it is a leased batch that another member had pushed already."""
+        samples of this rank that counted. `known`: it is a leased batch that another member had pushed already. `pushed`: see
+        `Step.pushed`."""
         ...
 
     def leaving(self) -> None:

@@ -123,6 +123,8 @@ class Step:
     """This rank's mean loss, if told."""
     known: bool = False
     """The servers have had its batch from another member, which died before it had said so (async_sgd)."""
+    pushed: Sequence[int] | None = None
+    """Numbers of the leased batches that count with it: those of its round, or none before that one's last step. None: its own alone."""
 
     @property
     def in_micro_batches(self) -> bool:

@@ -374,7 +374,7 @@ class StepLifecycle:
         held.engine.commit_step()
         samples = 0
         if step.source is not None:
-            samples = step.source.committed(step.placement, known=step.known)
+            samples = step.source.committed(step.placement, known=step.known, pushed=step.pushed)
             self._progress.epoch = step.source.epoch
         if not held.in_round:
             held.operations.committed()
@@ -395,7 +395,7 @@ class StepLifecycle:
         """The step has its outcome here. Re-forms, where its group failed, before the script is told. `updated`: it counts. True: the state
         was found lost, and is that of a checkpoint now, to which the step has yet to be done."""
         stop, self._stop = self._stop, None
-        if not updated and self._peers_have_ended:
+        if not updated and self._peers_have_ended and not self._held.engine.asynchronous:
             raise self._apart_from_the_end()
         if not updated and stop is not None and self._borders.finished_steps > self._held.steps:
             raise PreconditionError(

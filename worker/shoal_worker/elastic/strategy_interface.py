@@ -97,6 +97,12 @@ class TrainingEngine(Protocol):
         ...
 
     @property
+    def within_round(self) -> bool:
+        """Whether steps were committed here that count with a later one, behind which this worker may leave. Asked of asynchronous engines
+        alone: of the others `StrategySession.keep` says it."""
+        ...
+
+    @property
     def consistency_check_every(self) -> int:
         """After how many steps ranks compare what they hold in common; 0: never."""
         ...

@@ -371,6 +371,11 @@ class Engine(abc.ABC):
         return False
 
     @property
+    def within_round(self) -> bool:
+        """Each step counts by itself."""
+        return False
+
+    @property
     def consistency_check_every(self) -> int:
         """What the configuration says."""
         return self.config.consistency_check_every

@@ -10,6 +10,11 @@ changed since (its staleness), so the result is not that of one process. (Dean e
 Cost per worker: parameters and gradients; the optimizer's state lies on the servers. 2P bytes per step: the gradient out, the values back.
 With `gradient_compression=` gradients go out compressed; values come back as they are.
 
+With `inner_steps=H` a worker takes H steps with the optimizer by itself, and pushes what they have moved, as one gradient of which the
+servers' optimizer, the outer one, makes a step (DiLoCo; Douillard et al., 2023; Liu et al., "Asynchronous Local-SGD Training for Language
+Modeling", 2024). Then the optimizer's state is the worker's, and 2P bytes are sent every H steps. H batches are leased together, and count
+together (docs/decisions/0202).
+
 What is each worker's own: buffers (BatchNorm statistics), random numbers, registered state, `clip_grad_norm_` (of its own gradient),
 `evaluate` (every rank computes all of it, with the values that it pulled last) and `should_early_stop`. A joiner's registered state and
 schedule go on from a peer's.
@@ -17,9 +22,11 @@ schedule go on from a peer's.
 
 from __future__ import annotations
 
-from typing import ClassVar
+import dataclasses
+from typing import ClassVar, cast
 
 from shoal_worker.asynchronous.engine import AsyncEngine
+from shoal_worker.asynchronous.options import AsyncOptions
 from shoal_worker.strategies.declaration import Strategy
 from shoal_worker.strategies.model import ShardedModel
 from shoal_worker.strategies.optimizer import ShardedOptimizer
@@ -38,15 +45,20 @@ class AsyncSGDModel(ShardedModel):
         memory="P + G, and (P + O)/S on each of S servers",
         sent="2P",
         a_death="its batch is dealt again",
-        options=frozenset(
-            {"consistency", "staleness_bound", "pull_every", "server_timeout", "lease_ahead", "delay_compensation", "pull_compression"}
-        ),
+        options=frozenset(field.name for field in dataclasses.fields(AsyncOptions)),
         compressor="topk",
     )
+
+    @property
+    def steps_in_round(self) -> int:
+        """With `inner_steps=`: those since the last push; 0: this worker has the values that it pulled last."""
+        return cast(AsyncEngine, self.engine).steps_in_round
 
 
 class AsyncSGDOptimizer(ShardedOptimizer):
     """The user's optimizer, as the servers run it: `step` pushes and pulls. Its state stays empty here.
+
+    With `inner_steps=` it is this worker's own, and every so many steps `step` pushes and pulls as well.
 
     Settings changed in `param_groups`, by schedulers say, go to the servers with the next push. Of several workers' schedules the one that
     is furthest counts.

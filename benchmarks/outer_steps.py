@@ -1,0 +1,137 @@
+"""T16: bytes that workers and servers exchange, and the loss after the same samples: async_sgd with outer steps and without."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import statistics
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from benchmarks.errors import MeasurementError
+from benchmarks.processes import Stage
+from benchmarks.registry import Options
+from benchmarks.report import Row, Table
+from benchmarks.systems import start_outer
+from benchmarks.workers.train_straggler import TRAINED_ON
+
+RANKS: Final = 4
+BATCH: Final = 4
+EPOCHS: Final = 8
+LEARNING_RATES: Final = (0.003, 0.001, 0.01)
+_LONGEST_S: Final = 120.0
+_WORKER: Final = "benchmarks.workers.train_outer"
+
+
+@dataclass(kw_only=True)
+class System:
+    """One number of inner steps and outer optimizer, and what became of its runs."""
+
+    name: str
+    flags: tuple[str, ...]
+    learning_rate: float | None = None
+    """Of those tried the one with the lowest loss; None: no run ended."""
+    losses: dict[float, list[float]] = field(default_factory=dict)
+    """Learning rate -> the loss at the end of each run."""
+    megabytes: list[float] = field(default_factory=list)
+    """Sent and received by all workers, in each run."""
+    failure: str = ""
+
+    def words(self, learning_rate: float) -> list[str]:
+        """The worker's flags, without the one that says where to write."""
+        sizes = (f"--ranks={RANKS}", f"--batch={BATCH}", f"--epochs={EPOCHS}")
+        return [*self.flags, f"--learning-rate={learning_rate:g}", *sizes]
+
+    @property
+    def command(self) -> str:
+        """At the learning rate that was found."""
+        words = shlex.join([*self.words(self.learning_rate or LEARNING_RATES[0]), "--output=."])
+        return f"SHOAL_SERVER_TRANSPORT=tcp shoal run --standalone --nproc-per-node {RANKS} --servers 1 -m {_WORKER} {words}"
+
+
+def systems() -> list[System]:
+    """All rows; async_sgd as it is first."""
+    return [
+        System(name="async_sgd", flags=()),
+        *(System(name=f"inner_steps={steps}, DelayedNesterov(every={RANKS})", flags=(f"--inner-steps={steps}",)) for steps in (1, 8, 32)),
+        System(name="inner_steps=8, SGD(0.7, momentum=0.9, nesterov=True)", flags=("--inner-steps=8", "--outer=nesterov")),
+        System(name=f"inner_steps=8, SGD({1 / RANKS:g})", flags=("--inner-steps=8", "--outer=mean")),
+    ]
+
+
+def measure(options: Options) -> Table:
+    """See the module. About 10 minutes; quick: about 3, at one learning rate."""
+    all_of_them = systems()
+    rates, repeats = (LEARNING_RATES[:1], 1) if options.quick else (LEARNING_RATES, 2)
+    for system in all_of_them:
+        for rate in rates:
+            _run(system, rate)
+        means = {rate: losses[0] for rate, losses in system.losses.items()}
+        system.learning_rate = min(means, key=means.__getitem__, default=None)
+        for _ in range(repeats - 1):
+            if system.learning_rate is not None:
+                _run(system, system.learning_rate)
+    return Table(
+        key="t16",
+        title="Outer steps: bytes moved, and the loss after the same samples",
+        target="inner_steps=H moves 1/H of async_sgd's bytes",
+        method=(
+            f"{RANKS} workers, all as fast as this machine lets them, and one parameter server train the perceptron of T10 for {EPOCHS} "
+            f"epochs of {TRAINED_ON} of scikit-learn's handwritten digits, {BATCH} to a step, with AdamW: on the server, or, with inner "
+            "steps, on the workers; with asp. The loss is the cross-entropy on the other images when all have ended. Bytes are those that "
+            "all workers handed to their TCP connections and got from them, heartbeats and leases included. The learning rate of each row "
+            f"is the one of {', '.join(f'{rate:g}' for rate in sorted(rates))} with the lowest loss in a run each; the loss is the mean of "
+            f"{repeats} runs at it."
+        ),
+        columns=("learning rate", "MB moved", "of async_sgd", "loss"),
+        rows=tuple(row(system, all_of_them[0]) for system in all_of_them),
+        verdict=verdict(all_of_them),
+    )
+
+
+def _run(system: System, learning_rate: float) -> None:
+    try:
+        with Stage() as stage:
+            outputs = [stage.directory / f"{rank}.json" for rank in range(RANKS)]
+            words = (*system.words(learning_rate), f"--output={stage.directory}")
+            start_outer(stage, ranks=RANKS, words=words)
+            stage.wait_until(system.name, lambda: all(output.exists() for output in outputs), timeout_s=_LONGEST_S)
+            found: list[dict[str, Any]] = [json.loads(output.read_text()) for output in outputs]
+    except MeasurementError as error:
+        system.failure = str(error)
+        return
+    system.losses.setdefault(learning_rate, []).append(found[0]["loss"])
+    system.megabytes.append(sum(each["sent"] + each["received"] for each in found) / 1e6)
+
+
+# ------------------------------------------------------------------------------------------------------------------ the table
+
+
+def row(system: System, plain: System) -> Row:
+    """A row of the table, compared with async_sgd as it is."""
+    cells: dict[str, str] = {}
+    if system.learning_rate is not None:
+        cells = {
+            "learning rate": f"{system.learning_rate:g}",
+            "MB moved": f"{statistics.median(system.megabytes):.1f}",
+            "loss": f"{statistics.mean(system.losses[system.learning_rate]):.3f}",
+        }
+        if (share := share_of(system, plain)) is not None and system is not plain:
+            cells["of async_sgd"] = f"{100 * share:.1f} %"
+    samples = {f"loss_at_{rate:g}": losses for rate, losses in system.losses.items()} | {"megabytes": system.megabytes}
+    return Row(name=system.name, command=system.command, cells=cells, samples=samples, failure=system.failure)
+
+
+def share_of(system: System, plain: System) -> float | None:
+    """How many of the other's bytes it moved; None: one of them was not measured."""
+    if not system.megabytes or not plain.megabytes:
+        return None
+    return statistics.median(system.megabytes) / statistics.median(plain.megabytes)
+
+
+def verdict(all_of_them: list[System]) -> str:
+    """Says in one sentence what each moved."""
+    plain, *others = all_of_them
+    shares = ((system.name, share_of(system, plain)) for system in others)
+    told = (f"{name} {'not measured' if share is None else f'{100 * share:.1f} %'}" for name, share in shares)
+    return f"Measured, of async_sgd's bytes: {'; '.join(told)}."

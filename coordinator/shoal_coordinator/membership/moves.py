@@ -1,0 +1,162 @@
+"""Partitions move between servers, one move at a time: what is written here decides who owns them (docs/decisions/0200).
+
+A move is written, then its giver is told. It ends by the giver's report alone; a giver that is lost is waited for, or its backup, since the
+journal may say that they have left; if it does not, the move has failed, and the next one is that process's own. The new owner is written
+together with the end of the move, and only if the process that took the partitions is there still. All primaries are told when a move is
+settled, and each again when it comes back; so is the giver of its move.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shoal_common.errors import PreconditionError, UnknownResourceError
+
+from shoal_coordinator.membership.draft import Draft
+from shoal_coordinator.membership.effects import Record, StopServer
+from shoal_coordinator.membership.events import MoveReported, ServerDrainRequested
+from shoal_coordinator.membership.places import holds_something, of_place, primaries, tell_all_settled, tell_move, tell_settled
+from shoal_coordinator.membership.reasons import Refusal
+from shoal_coordinator.membership.rebalancing import next_move
+from shoal_coordinator.membership.state import JobPhase, Move, Server, ServerRole
+
+
+def server_drain_requested(draft: Draft, event: ServerDrainRequested) -> None:
+    """Someone asks that a server's place is left: what it holds moves to the others, then its servers end. Said twice, it counts once."""
+    server = draft.servers.get(event.server_id)
+    if server is None:
+        there = ", ".join(sorted(draft.servers)[:8]) or "none is registered"
+        raise UnknownResourceError(
+            f"job {draft.spec.job_id} has no parameter server {event.server_id!r}; there are: {there}", reason=Refusal.SERVER_UNKNOWN
+        )
+    if draft.layout is None:
+        raise PreconditionError(
+            f"no member of job {draft.spec.job_id} has declared its tensors: server {event.server_id} holds nothing yet; end its process",
+            reason=Refusal.PLACE_WITHOUT_TENSORS,
+        )
+    if server.index in draft.moves.draining:
+        return
+    others = [index for index in primaries(draft).keys() - draft.moves.draining.keys() - {server.index} if _counts(draft, index)]
+    if not others:
+        raise PreconditionError(
+            f"server {event.server_id} has the last place of job {draft.spec.job_id} that does not drain: nobody could take over what it "
+            "holds; start another server first (max_parameter_servers permitting), or stop the job",
+            reason=Refusal.LAST_SERVER,
+        )
+    draft.moves = replace(draft.moves, draining={**draft.moves.draining, server.index: event.reason})
+    draft.records.append(Record(kind="server_draining", attributes={**_named(server), "reason": event.reason}))
+    draft.look_at_moves_ms = draft.now.ms
+
+
+def _counts(draft: Draft, index: int) -> bool:
+    """Whether a place can take something over, now or when its server is back: one that holds nothing is given to who comes next."""
+    primary = of_place(draft, index, ServerRole.PRIMARY)
+    return (primary is not None and primary.alive) or holds_something(draft, index)
+
+
+def move_reported(draft: Draft, event: MoveReported) -> None:
+    """A giver says what became of a move. Of one that is settled, it has not heard that it is."""
+    giver = draft.servers.get(event.server_id)
+    if giver is None or not giver.alive or giver.role is not ServerRole.PRIMARY:
+        return
+    move = draft.moves.under_way
+    if event.move <= draft.moves.settled:
+        tell_settled(draft, giver)
+    elif move is not None and event.move == move.number and giver.index == move.giver:
+        _settle(draft, move, event)
+
+
+def _settle(draft: Draft, move: Move, event: MoveReported) -> None:
+    assert draft.layout is not None, "partitions that move are those of a layout"
+    attributes = {"move": str(move.number), "partitions": str(len(move.partitions)), "from": str(move.giver), "to": str(move.receiver)}
+    failure = _failure(draft, move, event)
+    if failure:
+        wait_ms = min(draft.policy.move_retry_ms << min(draft.failed_moves, 16), draft.policy.longest_move_retry_ms)
+        draft.failed_moves += 1
+        draft.look_at_moves_ms = draft.now.ms + wait_ms
+        draft.records.append(Record(kind="move_failed", attributes={**attributes, "reason": failure}))
+    else:
+        nbytes = sum(draft.layout.sizes[partition] for partition in move.partitions)
+        draft.layout = draft.layout.moved(move.partitions, move.receiver)
+        draft.failed_moves = 0
+        draft.look_at_moves_ms = draft.now.ms
+        attributes |= {"bytes": str(nbytes), "epoch": str(draft.layout.epoch)}
+        draft.records.append(Record(kind="partitions_moved", attributes=attributes))
+    draft.moves = replace(draft.moves, settled=move.number, under_way=None)
+    tell_all_settled(draft)
+
+
+def _failure(draft: Draft, move: Move, event: MoveReported) -> str:
+    """Why a move does not come to pass; empty: it does."""
+    if not event.taken:
+        return event.reason or "the giver does not say why"
+    receiver = of_place(draft, move.receiver, ServerRole.PRIMARY)
+    if receiver is None or not receiver.alive:
+        return "the receiver was lost after it had taken them"
+    if receiver.incarnation != event.receiver_incarnation:
+        return "another process has the receiver's place than the one that took them"
+    return ""
+
+
+def moves_due(draft: Draft) -> None:
+    """At the end of each transition: places that were left are ended, and the next move begins if one is due.
+
+    Looks only when something has changed that this depends on, or the wait after a failed move is over: it goes through all partitions.
+    """
+    if draft.look_at_moves_ms is None or draft.layout is None or draft.now.ms < draft.look_at_moves_ms:
+        return
+    draft.look_at_moves_ms = None
+    for index in draft.moves.draining:
+        if not holds_something(draft, index):
+            _end_place(draft, index)
+    if draft.moves.under_way is None and draft.phase in (JobPhase.WAITING, JobPhase.RUNNING):
+        _begin_next(draft)
+
+
+def _begin_next(draft: Draft) -> None:
+    assert draft.layout is not None, "the caller has looked"
+    there = primaries(draft)
+    serving = [index for index, primary in there.items() if primary.serves]
+    plan = next_move(
+        draft.layout,
+        givers=serving,
+        receivers=[index for index in serving if _is_safe(draft, index)],
+        draining=draft.moves.draining.keys(),
+    )
+    if plan is not None:
+        giver = there[plan.giver]
+        move = Move(
+            number=draft.moves.settled + 1,
+            partitions=plan.partitions,
+            giver=plan.giver,
+            giver_incarnation=giver.incarnation,
+            receiver=plan.receiver,
+        )
+        draft.moves = replace(draft.moves, under_way=move)
+        draft.reasons.append(f"move {move.number}: {len(move.partitions)} partitions from server {move.giver} to server {move.receiver}")
+        tell_move(draft, giver)
+
+
+def _is_safe(draft: Draft, index: int) -> bool:
+    """Whether what a place takes is with its backup too, in a job that has backups."""
+    backup = of_place(draft, index, ServerRole.BACKUP)
+    return not draft.spec.parameter_server_backups or (backup is not None and backup.in_sync)
+
+
+def _end_place(draft: Draft, index: int) -> None:
+    """The servers of a place that holds nothing any more are told to end, as often as they are heard of; when all have, it is no place."""
+    servers = [server for server in draft.servers.values() if server.index == index]
+    reason = f"drained: {draft.moves.draining[index]}"
+    for server in servers:
+        if server.alive:
+            draft.effects.append(StopServer(server_id=server.server_id, reason=reason))
+    if any(server.alive for server in servers):
+        return
+    for server in servers:
+        draft.remove_server(server.server_id)
+        draft.records.append(Record(kind="server_drained", attributes=_named(server)))
+    draft.moves = replace(draft.moves, draining={other: why for other, why in draft.moves.draining.items() if other != index})
+
+
+def _named(server: Server) -> dict[str, str]:
+    return {"server_id": server.server_id, "server_index": str(server.index), "role": server.role}

@@ -1,0 +1,201 @@
+"""The giver's side of a move: partitions are frozen, copied to the server that is to have them, and noted in the journal as leaving.
+
+Up to the note this server may give up, and serves them on. After it only the coordinator ends the freeze (service/mover.py), whatever
+becomes of this process. All copies that are sent under one number are equal: once they are served again, or by another process, what a
+receiver still gets of that number must not count. Belongs to the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Collection
+from datetime import timedelta
+from typing import Final
+
+import grpc
+import grpc.aio
+from shoal_common.errors import InternalError, PreconditionError, UnavailableError
+from shoal_common.failpoints import failpoint
+from shoal_common.rpc.channel import ChannelSettings, aio_channel
+from shoal_common.rpc.status import from_rpc_error
+from shoal_protos.v1 import parameter_server_pb2 as pb
+
+from shoal_ps_server.metrics import Metrics
+from shoal_ps_server.replication.items import FORMAT_VERSION, PARTITION, STATE, WHOLE, Item
+from shoal_ps_server.session import MoveOrder, incarnation
+from shoal_ps_server.shard.shard import Shard
+from shoal_ps_server.storage.changes import Changes
+from shoal_ps_server.storage.image import ServerState, configuration_to_json, members_to_json
+from shoal_ps_server.storage.moves import Moves
+from shoal_ps_server.storage.recovery import coming_fields, leaving_record
+
+logger = logging.getLogger(__name__)
+
+_MOVE_LIMIT: Final = timedelta(seconds=20)
+"""How long a move may take until the receiver has all; and how long the receiver may take nothing of it, or not answer."""
+_IDLE_LIMIT: Final = timedelta(seconds=5)
+_TAKE: Final = "/shoal.v1.ParameterServer/TakePartitions"
+
+
+class Giver:
+    """One server's."""
+
+    def __init__(
+        self,
+        *,
+        shard: Shard,
+        moves: Moves,
+        changes: Changes,
+        state: Callable[[], ServerState | None],
+        wake: Callable[[], None],
+        channel: Callable[[str], ChannelSettings],
+        metrics: Metrics,
+        move_limit: timedelta = _MOVE_LIMIT,
+        idle_limit: timedelta = _IDLE_LIMIT,
+    ) -> None:
+        """`state`: what is not in the shard. `wake` has those look again who wait for a turn. `channel`: how to speak to a server."""
+        self._shard = shard
+        self._moves = moves
+        self._changes = changes
+        self._state = state
+        self._wake = wake
+        self._channel = channel
+        self._metrics = metrics
+        self._move_limit_s = move_limit.total_seconds()
+        self._idle_limit_s = idle_limit.total_seconds()
+        self._frozen_from = time.perf_counter()
+        self._given_up = 0
+        """The last move after which this process served the partitions again."""
+
+    async def give(self, order: MoveOrder) -> str:
+        """Returns the incarnation of the process that has the partitions, once this server can change them no more by itself.
+
+        Raises a ShoalError that says why it has not; they are served again then, unless an earlier attempt has noted that they are leaving.
+        """
+        if self._moves.leaving is not None and self._moves.leaving.move == order.move:
+            return await self._hand_over(order)
+        if order.giver_incarnation != incarnation() or order.move <= self._given_up:
+            raise UnavailableError(
+                f"move {order.move}: the partitions have been served since it began, and a copy of them may be on its way; move them anew",
+                reason="MOVE_GIVEN_UP",
+            )
+        self._check(order)
+        self._frozen_from = time.perf_counter()
+        self._shard.freeze(order.partition_ids)
+        self._wake()
+        try:
+            receiver = await self._hand_over(order)
+        except BaseException:
+            self._thaw(order)
+            raise
+        await asyncio.shield(
+            self._changes.move(
+                leaving_record(order.move, sorted(order.partition_ids)),
+                lambda: self._moves.leave(order.move, order.partition_ids),
+                refused=lambda: self._thaw(order),
+            )
+        )
+        failpoint("move.noted")
+        return receiver
+
+    def freed(self, partition_ids: Collection[int]) -> None:
+        """What was frozen is so no more: it stays, or has gone."""
+        if partition_ids:
+            self._metrics.frozen_seconds.observe(time.perf_counter() - self._frozen_from)
+            self._wake()
+
+    def _thaw(self, order: MoveOrder) -> None:
+        self._given_up = order.move
+        self._shard.thaw(order.partition_ids)
+        self.freed(order.partition_ids)
+
+    def _check(self, order: MoveOrder) -> None:
+        versions = self._shard.summary().versions
+        state = self._state()
+        if state is None or order.receiver_index == state.layout.server_index:
+            raise PreconditionError(f"move {order.move}: server {order.receiver_index} is this one", reason="LAYOUT_CONFLICT")
+        if self._moves.leaving is not None:
+            raise UnavailableError(
+                f"move {order.move}: the partitions of move {self._moves.leaving.move} are leaving still", reason="PARTITION_MOVING"
+            )
+        for partition_id in order.partition_ids:
+            if partition_id not in versions:
+                raise PreconditionError(
+                    f"move {order.move}: partition {partition_id} is not this server's (shard map epoch {state.layout.epoch})",
+                    reason="LAYOUT_CONFLICT",
+                )
+            if not versions[partition_id]:
+                raise PreconditionError(
+                    f"move {order.move}: partition {partition_id} has no values yet; move it when it has", reason="PARTITION_UNINITIALIZED"
+                )
+
+    async def _hand_over(self, order: MoveOrder) -> str:
+        """All of it in time. Raises ShoalError."""
+        if not order.receiver_address:
+            raise UnavailableError(f"move {order.move}: server {order.receiver_index} is away", reason="RECEIVER_AWAY")
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + self._move_limit_s
+        try:
+            async with asyncio.timeout(self._idle_limit_s) as limit:
+                await self._changes.made(order.partition_ids)
+                failpoint("move.frozen")
+
+                def progress() -> None:
+                    if not limit.expired():
+                        limit.reschedule(min(ends, loop.time() + self._idle_limit_s))
+
+                progress()
+                return await self._transfer(order, progress)
+        except TimeoutError as error:
+            raise UnavailableError(
+                f"move {order.move}: server {order.receiver_index} at {order.receiver_address} took nothing for {self._idle_limit_s:g} s, "
+                f"or not all within {self._move_limit_s:g} s",
+                reason="RECEIVER_SLOW",
+            ) from error
+
+    async def _transfer(self, order: MoveOrder, progress: Callable[[], None]) -> str:
+        channel = aio_channel(self._channel(order.receiver_address))
+        try:
+            take = channel.stream_unary(_TAKE, response_deserializer=pb.TakePartitionsResponse.FromString)
+            answer: pb.TakePartitionsResponse = await take(self._chunks(order, progress), timeout=self._move_limit_s)
+            return answer.incarnation
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # grpc.aio cancels a call whose messages cannot be made, and has logged why.
+            raise InternalError(f"move {order.move}: what was to be sent could not be put together") from error
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.INTERNAL:
+                # grpc puts this in the place of the real status when the connection breaks while something is sent.
+                raise UnavailableError(f"move {order.move}: the stream broke", reason="SESSION_BROKEN") from error
+            raise from_rpc_error(error, call=f"TakePartitions at {order.receiver_address}") from error
+        finally:
+            await channel.close()
+
+    async def _chunks(self, order: MoveOrder, progress: Callable[[], None]) -> AsyncGenerator[bytes]:
+        """What the receiver is sent."""
+        state = self._state()
+        assert state is not None, "it holds partitions"
+        fields = {
+            "format": FORMAT_VERSION,
+            "job_id": state.job_id,
+            "move": order.move,
+            "epoch": state.layout.epoch,
+            "partitions": sorted(order.partition_ids),
+            "configuration": None if state.configuration is None else configuration_to_json(state.configuration),
+            "members": members_to_json(state.membership),
+            "batches": self._shard.batches.runs(),
+        }
+        for chunk in Item(kind=STATE, fields=fields).encoded():
+            yield chunk
+        for partition_id in sorted(order.partition_ids):
+            entry, data = await asyncio.to_thread(coming_fields, self._shard.frozen_image(partition_id))
+            for chunk in Item(kind=PARTITION, fields=entry, payload=memoryview(data)).encoded():
+                progress()
+                yield chunk
+        for chunk in Item(kind=WHOLE).encoded():
+            progress()
+            yield chunk

@@ -1,0 +1,202 @@
+"""The receiver's side of a move: partitions of another server are written to the journal, and wait there for the shard map that says whose
+they are. Belongs to the event loop.
+
+A receiver that holds no values yet goes on with the giver's clocks: a member is there as far as it was, and those who rest are not waited
+for. One that has values keeps its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+from shoal_common.errors import (
+    CorruptDataError,
+    DeadlineError,
+    InvalidRequestError,
+    LimitError,
+    PreconditionError,
+    UnavailableError,
+    UnknownResourceError,
+)
+from shoal_common.failpoints import failpoint
+
+from shoal_ps_server.configuration import Configuration
+from shoal_ps_server.consistency.membership import Membership
+from shoal_ps_server.replication.items import FORMAT_VERSION, PARTITION, STATE, WHOLE, Item, received_items
+from shoal_ps_server.shard.layout import Layout
+from shoal_ps_server.shard.partition import PartitionImage
+from shoal_ps_server.shard.shard import Shard
+from shoal_ps_server.storage.changes import Changes
+from shoal_ps_server.storage.image import Members, configuration_from_json, members_from_json
+from shoal_ps_server.storage.moves import Moves
+from shoal_ps_server.storage.recovery import coming_image, coming_record, taken_record
+
+_STREAM_LIMIT: Final = timedelta(seconds=30)
+"""Longer than a giver takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Offer:
+    """What the giver says first."""
+
+    job_id: str
+    move: int
+    epoch: int
+    """The epoch of its shard map."""
+    partitions: frozenset[int]
+    configuration: Configuration | None
+    members: Members
+    batches: tuple[tuple[int, int], ...]
+
+
+class Receiver:
+    """One server's."""
+
+    def __init__(
+        self,
+        *,
+        job_id: str,
+        shard: Shard,
+        moves: Moves,
+        membership: Membership,
+        changes: Changes,
+        layout_of: Callable[[int, bool], Awaitable[Layout]],
+        agree: Callable[[Configuration], Awaitable[Configuration]],
+    ) -> None:
+        """`layout_of`: the shard map, of an epoch or newer; with True, as the coordinator has it now. `agree`: sees that this server is
+        configured as the giver is, and returns how it is; raises PreconditionError / OPTIMIZER_CONFLICT."""
+        self._job_id = job_id
+        self._shard = shard
+        self._moves = moves
+        self._membership = membership
+        self._changes = changes
+        self._layout_of = layout_of
+        self._agree = agree
+        self._newest: object = None
+        """The stream that was opened last: those before it are over."""
+
+    async def take(self, messages: AsyncIterator[bytes]) -> None:
+        """One TakePartitions stream. Raises what the .proto says of it."""
+        stream = self._newest = object()
+        limit_s = _STREAM_LIMIT.total_seconds()
+        try:
+            async with asyncio.timeout(limit_s) as limit, aclosing(received_items(messages)) as items:
+                offer = _offer(await anext(items, Item(kind=WHOLE)))
+                configuration = await self._check(offer)
+                await self._take_all(offer, configuration, items, stream)
+        except CorruptDataError as error:  # this is a request, and what is wrong with it the giver's fault
+            raise InvalidRequestError(str(error), reason=error.reason) from error
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise DeadlineError(f"the stream did not come to its end within {limit_s:g} s", reason="STREAM_IDLE") from error
+
+    async def _check(self, offer: _Offer) -> Configuration | None:
+        """Whether this server can have them; it is configured as the giver is then, and knows as much of the job."""
+        if offer.job_id != self._job_id:
+            raise UnknownResourceError(f"this server holds job {self._job_id!r}, the stream is of {offer.job_id!r}", reason="JOB_UNKNOWN")
+        self._check_open(offer)
+        # A newer move means that the coordinator has decided on those before it: what it gave this server is to be known first.
+        before = self._moves.taken
+        await self._layout_of(offer.epoch, before is not None and before.move != offer.move)
+        self._check_not_held(offer)
+        # Else who was put out there could go on here.
+        await self._membership.know(offer.members.generation)
+        return None if offer.configuration is None else await self._agree(offer.configuration)
+
+    def _check_open(self, offer: _Offer) -> None:
+        newest = max((each.move for each in (self._moves.taken, self._moves.coming) if each is not None), default=0)
+        if offer.move <= self._moves.settled or offer.move < newest:
+            raise PreconditionError(
+                f"move {offer.move} is over: this server knows of move {max(self._moves.settled, newest)}", reason="MOVE_SETTLED"
+            )
+
+    async def _take_all(self, offer: _Offer, configuration: Configuration | None, items: AsyncIterator[Item], stream: object) -> None:
+        came: dict[int, asyncio.Future[None]] = {}
+        async for item in items:
+            if item.kind == WHOLE:
+                break
+            image = await self._image(item, configuration)
+            if image.spec.partition_id not in offer.partitions:
+                raise _malformed(f"partition {image.spec.partition_id}, of a move of others")
+            self._check_stream(offer, stream)
+            came[image.spec.partition_id] = self._changes.move(
+                coming_record(offer.move, item.fields, item.payload), _bring(self._moves, offer.move, image)
+            )
+        else:
+            raise _malformed("it ended before its last item")
+        if missing := offer.partitions - came.keys():
+            raise _malformed(f"partition {min(missing)} is missing")
+        self._check_stream(offer, stream)
+        for written in came.values():
+            if written.done():
+                written.result()  # refused: what is written from here on must not count on it
+        is_fresh = not any(self._shard.summary().versions.values())
+        self._membership.take_over(offer.members.fence(), offer.members.restored_clocks() if is_fresh else None)
+        self._changes.members_changed()  # the next record stands behind them
+        done = self._changes.move(
+            taken_record(offer.move, sorted(came), offer.batches), lambda: self._moves.take(offer.move, sorted(came), offer.batches)
+        )
+        await self._changes.in_time(lambda: asyncio.shield(done))
+        failpoint("move.taken")
+
+    def _check_stream(self, offer: _Offer, stream: object) -> None:
+        if stream is not self._newest:
+            raise UnavailableError("the giver has opened a newer stream", reason="SESSION_REPLACED")
+        self._check_open(offer)  # the coordinator may have decided meanwhile
+        self._check_not_held(offer)
+
+    def _check_not_held(self, offer: _Offer) -> None:
+        if held := offer.partitions.intersection(self._shard.partition_ids()):
+            raise PreconditionError(f"move {offer.move}: partition {min(held)} is this server's already", reason="LAYOUT_CONFLICT")
+
+    async def _image(self, item: Item, configuration: Configuration | None) -> PartitionImage:
+        if item.kind != PARTITION:
+            raise _malformed(f"an item of kind {item.kind} does not belong here")
+        optimizer = None if configuration is None else configuration.optimizer
+        try:
+            return await asyncio.to_thread(coming_image, item.fields, item.payload, optimizer)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise _malformed(f"{type(error).__name__}: {error}") from error
+        except (MemoryError, RuntimeError) as error:
+            raise LimitError(
+                f"there is no memory for {item.payload.nbytes} bytes of partitions from another server: {error}; give the server more",
+                reason="MEMORY_EXHAUSTED",
+            ) from error
+
+
+def _bring(moves: Moves, move: int, image: PartitionImage) -> Callable[[], None]:
+    return lambda: moves.bring(move, image)
+
+
+def _offer(item: Item) -> _Offer:
+    """Raises CorruptDataError / STREAM_MALFORMED and PreconditionError / FORMAT_UNSUPPORTED."""
+    if item.kind != STATE:
+        raise _malformed("its first item: expected KIND_STATE")
+    fields: Any = item.fields
+    try:
+        if (found := fields["format"]) != FORMAT_VERSION:
+            raise PreconditionError(
+                f"format={found}: this server's release has {FORMAT_VERSION}; servers that hand partitions over must be of one release",
+                reason="FORMAT_UNSUPPORTED",
+            )
+        return _Offer(
+            job_id=str(fields["job_id"]),
+            move=int(fields["move"]),
+            epoch=int(fields["epoch"]),
+            partitions=frozenset(map(int, fields["partitions"])),
+            configuration=None if fields["configuration"] is None else configuration_from_json(fields["configuration"]),
+            members=members_from_json(fields["members"]),
+            batches=tuple((int(first), int(end)) for first, end in fields["batches"]),
+        )
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise _malformed(f"{type(error).__name__}: {error}") from error
+
+
+def _malformed(what: str) -> CorruptDataError:
+    return CorruptDataError(f"the giver's stream: {what}", reason="STREAM_MALFORMED")

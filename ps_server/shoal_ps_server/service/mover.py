@@ -1,0 +1,125 @@
+"""Does what the coordinator says of moves, one thing at a time: what it has decided is made so here first, then partitions are given away.
+
+Belongs to the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol
+
+from shoal_common.backoff import Backoff
+from shoal_common.errors import PreconditionError, ShoalError
+from shoal_common.failpoints import failpoint
+from shoal_common.tasks import end_tasks
+
+from shoal_ps_server.replication.giving import Giver
+from shoal_ps_server.service.layouts import Layouts
+from shoal_ps_server.session import MoveOrder
+from shoal_ps_server.storage.changes import Changes
+from shoal_ps_server.storage.moves import Moves
+from shoal_ps_server.storage.recovery import settled_record
+
+logger = logging.getLogger(__name__)
+
+
+class Report(Protocol):
+    """Tells the coordinator what became of a move."""
+
+    def __call__(self, move: int, *, receiver: str = "", reason: str = "") -> None:
+        """The incarnation of the process that has the partitions, or why none has."""
+
+
+class Mover:
+    """One server's."""
+
+    def __init__(self, *, moves: Moves, giver: Giver, layouts: Layouts, changes: Changes, report: Report) -> None:
+        self._moves = moves
+        self._giver = giver
+        self._layouts = layouts
+        self._changes = changes
+        self._report = report
+        self._decided: tuple[int, int] | None = None
+        """The last move that is settled, and the epoch that says how; None: that has been made so."""
+        self._order: MoveOrder | None = None
+        self._giving: tuple[int, asyncio.Task[None]] | None = None
+        """The move that is under way."""
+        self._told = asyncio.Event()
+
+    def settled(self, move: int, epoch: int) -> None:
+        """The coordinator has decided on all moves up to this one."""
+        self._decided = max(self._decided or (0, 0), (move, epoch))
+        if self._giving is not None and self._giving[0] <= move:
+            self._giving[1].cancel()  # it decided without this server's word
+        self._told.set()
+
+    def ordered(self, order: MoveOrder) -> None:
+        """Partitions are to be given away. Heard again while that is under way, it changes nothing: the report is to come."""
+        if self._giving is None or self._giving[0] != order.move:
+            self._order = order
+            self._told.set()
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            await self._told.wait()
+            self._told.clear()
+            if self._decided is not None:
+                await self._settle()
+            if self._decided is None and self._order is not None:
+                order, self._order = self._order, None
+                if order.move > self._moves.settled:
+                    await self._give(order)
+
+    async def _settle(self) -> None:
+        """Gets the map that the coordinator spoke of, and does away with what waited for it. What cannot be done yet is tried again, until
+        something newer is heard."""
+        backoff = Backoff(first_s=0.05, longest_s=2.0)
+        while self._decided is not None:
+            decided = move, epoch = self._decided
+            try:
+                await self._layouts.at_least(epoch)
+                await self._end_moves(move)
+            except PreconditionError as error:
+                logger.critical("the shard map cannot be this server's", extra={"epoch": epoch, "reason": error.reason, "error": error})
+            except ShoalError as error:
+                again_in_s = backoff.next_s(error)
+                logger.warning("a move cannot be ended yet", extra={"move": move, "error": error, "again_in_s": round(again_in_s, 3)})
+                await asyncio.sleep(again_in_s)
+                continue
+            if self._decided == decided:
+                self._decided = None
+
+    async def _end_moves(self, move: int) -> None:
+        # A record of the move may be on its way still.
+        if not await asyncio.shield(self._changes.in_order(lambda: self._moves.is_open(move))):
+            self._moves.settled = max(self._moves.settled, move)  # a recovery is told again
+            return
+        stays = frozenset() if self._moves.leaving is None else self._moves.leaving.partitions
+        await asyncio.shield(self._changes.move(settled_record(move), lambda: self._moves.settle(move)))
+        self._giver.freed(stays)
+
+    async def _give(self, order: MoveOrder) -> None:
+        task = asyncio.create_task(self._hand_over(order))
+        self._giving = (order.move, task)
+        try:
+            await asyncio.wait([task])
+        finally:
+            self._giving = None
+            await end_tasks([task])
+
+    async def _hand_over(self, order: MoveOrder) -> None:
+        try:
+            receiver = await self._giver.give(order)
+        except ShoalError as error:
+            logger.warning("partitions were not given away", extra={"move": order.move, "reason": error.reason, "error": error})
+            self._report(order.move, reason=f"{error.reason}: {error}")
+            return
+        except Exception as error:  # else the coordinator would wait for a word for ever
+            logger.exception("partitions were not given away")
+            self._report(order.move, reason=f"{type(error).__name__}: {error}")
+            return
+        logger.info("partitions were given away", extra={"move": order.move, "partitions": len(order.partition_ids)})
+        self._report(order.move, receiver=receiver)
+        failpoint("move.reported")

@@ -1,0 +1,220 @@
+"""Partitions move between two servers while a worker trains: nothing is lost or doubled, whoever is killed in between."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from shoal_common.clients.parameter_server import ParameterServerClient
+from shoal_common.errors import PreconditionError, UnavailableError
+from shoal_common.rpc.channel import ChannelSettings
+from shoal_protos.v1 import parameter_server_pb2 as pb
+
+from tests.integration.ps_server.conftest import JOB
+from tests.integration.ps_server.moving import MovingCoordinator, MovingServer, Trainer, holds
+from tests.unit.common.test_failpoints import documented
+from tests.zygote.children import Zygote, eventually
+
+Start = Callable[..., "Pair"]
+
+
+class Pair:
+    """Two servers, of which the first has all partitions at the beginning."""
+
+    def __init__(self, zygote: Zygote, directory: Path, *tensors: tuple[str, int, str], partition: int, keeps_data: bool = True) -> None:
+        self.coordinator = MovingCoordinator(*tensors, partition=partition)
+        self.servers = [MovingServer(zygote, directory, self.coordinator, index, keeps_data=keeps_data) for index in range(2)]
+        for server in self.servers:
+            server.start()
+        self.trainer = Trainer(self.coordinator)
+
+    def move(self, *partition_ids: int, giver: int = 0) -> None:
+        """Returns when it is decided that they have moved."""
+        self.coordinator.move(partition_ids, giver, 1 - giver)
+        self.wait_for(*partition_ids, owner=1 - giver)
+
+    def wait_for(self, *partition_ids: int, owner: int) -> None:
+        def have_moved() -> bool:
+            return self.coordinator.order is None and {self.coordinator.owner(each) for each in partition_ids} == {owner}
+
+        eventually(have_moved, f"partitions {partition_ids} to be server {owner}'s")
+
+    def held(self, index: int) -> set[int]:
+        return set(holds(self.coordinator.address_of(index)))
+
+    def close(self) -> None:
+        self.trainer.close()
+        for server in self.servers:
+            server.process.kill()
+            server.process.wait()
+        self.coordinator.close()
+
+
+@pytest.fixture
+def start(zygote: Zygote, tmp_path: Path) -> Iterator[Start]:
+    """start(*tensors, partition=) -> Pair"""
+    with ExitStack() as stack:
+
+        def started(*tensors: tuple[str, int, str], partition: int = 256, keeps_data: bool = True) -> Pair:
+            pair = Pair(zygote, tmp_path, *(tensors or (("weight", 1000, "float32"),)), partition=partition, keeps_data=keeps_data)
+            stack.callback(pair.close)
+            return pair
+
+        yield started
+
+
+@pytest.mark.parametrize("keeps_data", [True, False])
+def test_partitions_move_while_pushes_go_on_and_nothing_is_lost_or_doubled(start: Start, keeps_data: bool) -> None:
+    pair = start(keeps_data=keeps_data)
+    trainer = pair.trainer
+    trainer.begin()
+    enough = threading.Event()
+
+    def train() -> None:
+        while not enough.is_set():
+            trainer.step()
+
+    training = threading.Thread(target=train)
+    training.start()
+    try:
+        eventually(lambda: trainer.steps > 3, "the training to begin")
+        pair.move(1, 3)
+        pair.move(0)
+        pair.move(3, giver=1)
+        before = trainer.steps
+        eventually(lambda: trainer.steps > before + 3, "the training to go on")
+    finally:
+        enough.set()
+        training.join()
+    trainer.check()
+    assert trainer.push_again(0).duplicate
+    assert trainer.push_again(3).duplicate
+    assert (pair.held(0), pair.held(1)) == ({2, 3}, {0, 1})
+    assert pair.servers[0].metric("shoal_ps_frozen_seconds_count") == 2
+    assert pair.servers[1].metric("shoal_ps_moved_partitions_total") == 4
+
+
+def test_the_pause_of_a_move_of_32_mib_with_the_state_of_adamw_is_short(start: Start) -> None:
+    pair = start(("weight", 8 << 20, "float32"), partition=2 << 20)
+    pair.trainer.begin()
+    pair.trainer.step()
+    pauses = []
+    for giver in (0, 1, 0):
+        pair.move(0, 1, 2, 3, giver=giver)
+        eventually(lambda giver=giver: pair.held(1 - giver) == {0, 1, 2, 3} and not pair.held(giver), "both servers to know")
+        pauses.append(sum(server.metric("shoal_ps_frozen_seconds_sum") for server in pair.servers) - sum(pauses))
+    pair.trainer.step()
+    pair.trainer.check()
+    print(f"pauses of {', '.join(f'{pause:.3f}' for pause in pauses)} s")
+    assert min(pauses) < 2.0  # 0.5 where nothing else runs
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["comes-back", "other-is-killed-too"])
+def test_servers_can_be_killed_at_each_failpoint_of_a_move(start: Start, other: bool) -> None:
+    """The one that passes it, or then both of them; what was acknowledged is there once, at the server that the map names."""
+    pair = start()
+    trainer = pair.trainer
+    trainer.begin()
+    for name in sorted(name for name in documented("Parameter servers") if name.startswith("move.")):
+        giver = pair.coordinator.owner(1)
+        armed = 1 - giver if name in ("move.taken", "move.activated") else giver
+        trainer.step()
+        victim = pair.servers[armed]
+        victim.process.kill()
+        victim.process.wait()
+        victim.start(SHOAL_FAILPOINTS=f"{name}@1=kill")
+        pair.coordinator.move([1, 3], giver, 1 - giver)
+        assert victim.process.wait() == -signal.SIGKILL, f"{name}: {victim.process.said()}"
+        if other:
+            pair.servers[1 - armed].process.kill()
+            pair.servers[1 - armed].process.wait()
+            pair.servers[1 - armed].start()
+        victim.start()
+        eventually(lambda: pair.coordinator.order is None, f"a decision after {name}")
+        trainer.step()
+        trainer.check()
+        assert trainer.push_again(1).duplicate
+        owners = [{each for each in range(4) if pair.coordinator.owner(each) == index} for index in range(2)]
+        assert [pair.held(0), pair.held(1)] == owners, name
+
+
+def test_what_a_receiver_does_not_take_in_time_stays_and_is_served_on(start: Start) -> None:
+    pair = start()
+    pair.trainer.begin()
+    pair.servers[1].process.kill(signal.SIGSTOP)
+    pair.coordinator.move([1, 3], 0, 1)
+    report = pair.coordinator.reports.get(timeout=60)
+    assert not report.taken
+    assert "RECEIVER_SLOW" in report.reason
+    pair.trainer.step()
+    pair.servers[1].process.kill(signal.SIGCONT)
+    pair.move(1, 3)
+    pair.trainer.step()
+    pair.trainer.check()
+
+
+def test_a_move_that_is_settled_otherwise_meanwhile_leaves_everything_as_it_was(start: Start) -> None:
+    """The coordinator has lost patience: what was frozen is served again, and what was taken is dropped."""
+    pair = start()
+    coordinator, trainer = pair.coordinator, pair.trainer
+    trainer.begin()
+    coordinator.decides = False
+    for report_first in (True, False):
+        if not report_first:
+            pair.servers[1].process.kill(signal.SIGSTOP)
+        coordinator.move([1, 3], 0, 1)
+        if report_first:
+            assert coordinator.reports.get(timeout=60).taken
+        coordinator.decide()
+        trainer.step()
+        pair.servers[1].process.kill(signal.SIGCONT)
+    assert pair.held(1) == set()
+    trainer.check()
+    coordinator.decides = True
+    pair.move(1, 3)
+    trainer.step()
+    trainer.check()
+
+
+def test_clocks_are_not_told_to_a_server_that_has_given_a_copy_of_them_away(start: Start) -> None:
+    """Until the member knows of the server that has the copy, which it then tells as well."""
+    pair = start()
+    coordinator = pair.coordinator
+    pair.trainer.begin(pb.Consistency(mode=pb.Consistency.MODE_SSP, bound=1))
+    with (
+        ParameterServerClient(ChannelSettings(address=coordinator.address_of(0))) as giver,
+        ParameterServerClient(ChannelSettings(address=coordinator.address_of(1))) as receiver,
+    ):
+
+        def tell(client: ParameterServerClient, clock: int, epoch: int) -> int:
+            return client.advance_clock(JOB, "a", clock=clock, generation=1, shard_map_epoch=epoch).slowest_clock
+
+        tell(giver, 0, 1)
+        tell(giver, 3, 1)
+        coordinator.decides = False
+        coordinator.move([1, 3], 0, 1)
+        report = coordinator.reports.get(timeout=60)
+        with pytest.raises(UnavailableError) as moving:
+            tell(giver, 4, 1)
+        assert moving.value.reason == "PARTITION_MOVING"
+        assert moving.value.retry_after is not None
+        coordinator.decide(report)
+        with pytest.raises(PreconditionError) as stale:
+            eventually(lambda: _answers(lambda: tell(giver, 4, 1)), "the giver to know the new map")
+        assert stale.value.reason == "STALE_SHARD_MAP"
+        assert tell(receiver, 4, 2) == 0  # b is behind
+        assert dict(receiver.get_server().clocks) == {"a": 4, "b": 0}
+        assert tell(giver, 4, 2) == 0
+
+
+def _answers(call: Callable[[], object]) -> bool:
+    """False while it is to be tried again."""
+    try:
+        call()
+    except UnavailableError:
+        return False
+    return True

@@ -1,0 +1,78 @@
+"""Parameter servers come and go while workers train: partitions move, and the run ends as if they had not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shoal_worker.data.record import audit
+
+from tests.integration.worker_async.async_cluster import AsyncCluster, Worker
+from tests.integration.worker_async.test_async_server_faults import BATCHES
+from tests.zygote.children import eventually
+
+Make = Callable[..., AsyncCluster]
+
+ADAM = {"optimizer": "AdamW", "settings": {"lr": 0.001}, "deep": 6}
+
+
+LARGEST = 128 * 128 * 4
+"""Bytes of a partition of a network that is `deep`."""
+
+
+def stored(running: AsyncCluster) -> Mapping[str, int]:
+    """How many bytes of values each server has, by its id."""
+    return {server.server_id: server.value_bytes for server in running.job().servers}
+
+
+def is_even(running: AsyncCluster, servers: int) -> bool:
+    """All is dealt out over so many servers, and none has more than a partition more than another."""
+    held = stored(running)
+    return len(held) == servers and max(held.values()) - min(held.values()) <= LARGEST
+
+
+def check_ended_alike(running: AsyncCluster, worker: Worker, expected: dict[str, Any]) -> None:
+    result = worker.result()
+    assert result["steps"] == 2 * BATCHES
+    assert result["parameters"] == expected["parameters"]
+    assert "came back without" not in worker.process.said()
+    assert audit(running.records).exactly_once
+
+
+@pytest.fixture
+def alone(cluster: Make, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """What one worker ends with while servers stay as they are: its pushes come one after another, so every such run ends alike."""
+
+    def run(**options: Any) -> dict[str, Any]:
+        directory = tmp_path / "alone"
+        directory.mkdir()
+        return cluster(servers=2, directory=directory).start_worker(epochs=2, options=options, **ADAM).result()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"consistency": "ssp", "staleness_bound": 1}, {"consistency": "bsp"}, {"gradient_compression": {"name": "topk", "ratio": 0.1}}],
+    ids=["asp", "ssp", "bsp", "compressed"],
+)
+def test_servers_come_and_go_while_a_worker_trains_and_the_run_ends_as_if_they_had_not(
+    cluster: Make, alone: Callable[..., dict[str, Any]], options: dict[str, Any]
+) -> None:
+    running = cluster(servers=2, max_servers=3)
+    worker = running.start_worker(epochs=2, hold_at=[4, 12, 30], delay_s=0.005, options=options, **ADAM)
+    worker.wait_step(4)
+    running.start_server()
+    worker.go(4)
+    eventually(lambda: is_even(running, 3), "the new server's share")
+    worker.wait_step(12)
+    running.client.drain_server(running.job_id, "server-0")
+    worker.go(12)
+    assert running.servers[0].process.wait() == 0
+    assert is_even(running, 2)
+    assert "server-0" not in stored(running)
+    worker.wait_step(30)
+    worker.go(30)
+    check_ended_alike(running, worker, alone(**options))

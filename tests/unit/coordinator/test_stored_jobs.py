@@ -1,0 +1,27 @@
+"""How a job is written and read again, without a Redis."""
+
+from __future__ import annotations
+
+import json
+
+from shoal_coordinator.membership.spec import JobSpec
+from shoal_coordinator.membership.state import JobState, Move, Moves
+from shoal_coordinator.state.codec import decode_state, encode_changes, everything
+
+SPEC = JobSpec(job_id="j", min_workers=1, max_workers=2, parameter_servers=2)
+
+
+def test_moves_and_places_that_drain_are_read_as_they_were_written() -> None:
+    move = Move(number=4, partitions=(0, 3, 7), giver=0, giver_incarnation="first", receiver=2)
+    state = JobState(spec=SPEC, moves=Moves(settled=3, under_way=move, draining={0: "its machine is wanted", 12: "r"}))
+    assert decode_state(encode_changes(state, everything(state)).put) == state
+
+
+def test_a_job_that_an_older_release_wrote_may_have_the_servers_that_it_has_and_no_more() -> None:
+    state = JobState(spec=SPEC)
+    written = dict(encode_changes(state, everything(state)).put)
+    header = json.loads(written["header"])
+    del header["spec"]["max_parameter_servers"], written["moves"]
+    read = decode_state(written | {"header": json.dumps(header)})
+    assert read == state
+    assert read.spec.max_parameter_servers == 2

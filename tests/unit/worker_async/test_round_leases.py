@@ -1,0 +1,58 @@
+"""Leases of rounds: what the coordinator deals as one batch is several to the loader."""
+
+from __future__ import annotations
+
+import functools
+
+from shoal_worker.asynchronous.leases import LocalLeases
+from shoal_worker.asynchronous.outer_steps import RoundLeases
+
+
+def leases(*, steps: int = 3, batches: int = 7):
+    source = RoundLeases(LocalLeases(), steps=steps)
+    return source, functools.partial(source.lease, loader="a", epoch=0, batches_in_epoch=batches)
+
+
+def test_batches_come_round_by_round_and_the_last_round_of_an_epoch_may_be_shorter() -> None:
+    source, lease = leases()
+    assert lease(finished=(), want=1).batches == (0,)
+    assert source.round_of("a") == range(3)
+    assert lease(finished=(0,), want=5).batches == (1, 2)
+    assert lease(finished=(1,), want=5).batches == (), "none of the next round before this one is pushed"
+    assert lease(finished=(2,), want=2).batches == (3, 4)
+    assert lease(finished=(3, 4), want=2).batches == (5,)
+    assert lease(finished=(5,), want=2).batches == (6,)
+    assert source.round_of("a") == range(6, 7)
+    answer = lease(finished=(6,), want=2)
+    assert (answer.batches, answer.epoch_done) == ((), True)
+
+
+def test_an_acknowledgement_that_is_said_again_finishes_no_other_round() -> None:
+    _, lease = leases()
+    lease(finished=(), want=3)
+    assert lease(finished=(0, 1, 2), want=1).batches == (3,)
+    assert lease(finished=(0, 1, 2), want=1).batches == (4,)
+
+
+def test_a_round_that_is_left_goes_back_whole_and_comes_again_whole() -> None:
+    source, lease = leases()
+    lease(finished=(), want=2)
+    assert lease(finished=(0,), want=0, at_hand=1).took_back_at_hand
+    assert source.round_of("a") is None
+    assert lease(finished=(), want=9).batches == (0, 1, 2)
+
+
+def test_a_round_whose_last_batch_is_at_hand_may_still_be_finished() -> None:
+    source, lease = leases()
+    lease(finished=(), want=3)
+    assert not lease(finished=(0, 1), want=0, at_hand=2).took_back_at_hand
+    assert source.round_of("a") == range(3)
+    assert lease(finished=(2,), want=1).batches == (3,)
+
+
+def test_epochs_and_loaders_have_rounds_of_their_own() -> None:
+    source, lease = leases()
+    lease(finished=(), want=1)
+    assert source.lease(loader="b", epoch=0, batches_in_epoch=2, finished=(), want=9).batches == (0, 1)
+    assert (source.round_of("a"), source.round_of("b")) == (range(3), range(2))
+    assert source.lease(loader="a", epoch=1, batches_in_epoch=7, finished=(), want=1).batches == (0,)

@@ -138,4 +138,8 @@ def test_tables_are_spread_in_buckets_behind_the_dense_tensors() -> None:
     ]
     assert sorted(Counter(partition.primary for partition in layout.partitions[1:]).values()) == [10, 11, 11]
     assert not any(partition.pieces for partition in layout.partitions[1:])
+    assert not any(layout.is_frozen(partition) for partition in layout.partitions)
+    assert set(layout.sizes[1:]) == {LARGEST_PIECE_BYTES}
+    small = TensorSpec(name="small", shape=(1000, 4), dtype="float32", table=TABLE)
+    assert lay_out([small], range(1)).sizes == (1000,) * 16
     assert codec._parse_layout(json.loads(json.dumps(codec._layout(layout)))) == layout

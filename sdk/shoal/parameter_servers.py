@@ -133,8 +133,9 @@ class ModelReader:
     def _learn(self) -> None:
         """Asks the coordinator which server has what, and where."""
         shard_map = self._coordinator.get_shard_map(self._job_id).shard_map
-        addresses = {server.server_index: server.address for server in shard_map.servers}
-        missing = sorted({partition.primary for partition in shard_map.partitions} - {i for i, address in addresses.items() if address})
+        holders = {partition.primary for partition in shard_map.partitions}
+        addresses = {each.server_index: each.address for each in shard_map.servers if each.server_index in holders and each.address}
+        missing = sorted(holders - addresses.keys())
         if missing:
             raise PreconditionError(f"servers {missing} of job {self._job_id!r} are not registered", reason="SHARD_MAP_INCOMPLETE")
         for address in self._servers.keys() - addresses.values():

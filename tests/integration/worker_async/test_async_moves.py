@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from shoal_worker.data.record import audit
 
 from tests.integration.worker_async.async_cluster import AsyncCluster, Worker
+from tests.integration.worker_async.test_async_backups import PRIMARY
 from tests.integration.worker_async.test_async_server_faults import BATCHES
+from tests.integration.worker_async.test_model_reader import reader_of
 from tests.zygote.children import eventually
 
 Make = Callable[..., AsyncCluster]
@@ -23,8 +26,8 @@ LARGEST = 128 * 128 * 4
 
 
 def stored(running: AsyncCluster) -> Mapping[str, int]:
-    """How many bytes of values each server has, by its id."""
-    return {server.server_id: server.value_bytes for server in running.job().servers}
+    """How many bytes of values each primary has, by its id."""
+    return {server.server_id: server.value_bytes for server in running.job().servers if server.role == PRIMARY}
 
 
 def is_even(running: AsyncCluster, servers: int) -> bool:
@@ -76,3 +79,46 @@ def test_servers_come_and_go_while_a_worker_trains_and_the_run_ends_as_if_they_h
     worker.wait_step(30)
     worker.go(30)
     check_ended_alike(running, worker, alone(**options))
+
+
+def test_servers_come_and_go_with_their_backups(cluster: Make, alone: Callable[..., dict[str, Any]]) -> None:
+    """One of them is killed once it has its share: its backup, which has that too, takes its place."""
+    running = cluster(servers=1, max_servers=2, backups=1)
+    worker = running.start_worker(epochs=2, hold_at=[4, 12, 20, 30], delay_s=0.005, **ADAM)
+    worker.wait_step(4)
+    comes = running.start_server()
+    eventually(lambda: len(running.job().servers) == 3, "the next place")
+    its_backup = running.start_server()
+    worker.go(4)
+    eventually(lambda: is_even(running, 2), "the new server's share")
+    worker.wait_step(12)
+    comes.process.kill()
+    comes.process.wait()
+    worker.go(12)
+    eventually(lambda: its_backup.server_id in stored(running), "the backup to take its place")
+    comes.start()
+    worker.wait_step(20)
+    running.client.drain_server(running.job_id, "server-0")
+    worker.go(20)
+    assert [server.process.wait() for server in running.servers[:2]] == [0, 0]
+    worker.wait_step(30)
+    worker.go(30)
+    check_ended_alike(running, worker, alone())
+
+
+def test_a_reader_follows_partitions_and_reads_the_same_values_from_their_new_server(cluster: Make) -> None:
+    running = cluster(servers=1, max_servers=2)
+    worker = running.start_worker(epochs=1, hold_at=[4, 8], **ADAM)
+    worker.wait_step(4)
+    with reader_of(running) as reader:
+        before = reader.state_dict()
+        running.start_server()
+        eventually(lambda: is_even(running, 2), "the new server's share")
+        after = reader.state_dict()
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], value) for name, value in after.items())
+        worker.go(4)
+        worker.wait_step(8)
+        assert not any(torch.equal(before[name], value) for name, value in reader.state_dict().items())
+    worker.go(8)
+    worker.result()

@@ -121,6 +121,19 @@ def test_a_job_without_values_is_one_clear_error(cluster: Make) -> None:
     worker.result()
 
 
+def test_a_place_that_holds_nothing_and_whose_server_is_away_is_no_obstacle(cluster: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    running = cluster(servers=1)
+    worker = running.start_worker(epochs=1, hold_at=[2])
+    worker.wait_step(2)
+    with reader_of(running) as reader:
+        answer = reader._coordinator.get_shard_map(running.job_id)
+        answer.shard_map.servers.add(server_index=1)  # without an address
+        monkeypatch.setattr(reader._coordinator, "get_shard_map", lambda job_id: answer)
+        assert reader.state_dict().keys() == network(0).state_dict().keys()
+    worker.go(2)
+    worker.result()
+
+
 def test_closing_a_reader_ends_the_call_that_waits() -> None:
     reader = shoal.ModelReader(ChannelSettings(address="127.0.0.1:1"), "job", patience=timedelta(minutes=10))
     with ThreadPoolExecutor(1) as pool:

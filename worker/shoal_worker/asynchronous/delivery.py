@@ -30,6 +30,10 @@ class Delivery:
     payloads: dict[int, Callable[[], Payload]] = field(default_factory=dict)
     """Partition -> what is pushed to it, however often that is attempted."""
     acknowledged: dict[int, pb.PartitionResult] = field(default_factory=dict)
+    there: set[int] = field(default_factory=set)
+    """Partitions that take their push for an earlier one of the same batch, which was given up."""
+    pulled: set[int] = field(default_factory=set)
+    """Partitions of which this worker has the values that its next iteration begins with. With bsp others may have gone on since."""
 
     def outcome(self) -> Pushed:
         """What became of all of it."""

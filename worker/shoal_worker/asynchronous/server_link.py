@@ -118,6 +118,11 @@ class ServerLink:
         """Which server this is: its server_index."""
         return self._share.index
 
+    @property
+    def address(self) -> str:
+        """Where the server is spoken to."""
+        return self._address
+
     def adopt(self, share: ServerShare) -> None:
         """What the server has by the newest shard map, some of which this worker may not have pulled before. Between calls."""
         self._share = share
@@ -127,7 +132,7 @@ class ServerLink:
         self._stream_deadline = timedelta(seconds=60 + sum(partition.size_bytes for partition in share.partitions) / _SLOWEST_BYTES_PER_S)
 
     def joins(self, others: Sequence[ServerLink]) -> None:
-        """This link's server got its first partitions from `others` while this worker trains: it is as far as they are. Between calls."""
+        """This link is one more, made while this worker trains with `others`: it is as far as they are. Between calls."""
         self._clock = max(link._clock for link in others)
         self._finished_batches = max((list(link._finished_batches) for link in others), key=len)
 
@@ -186,30 +191,30 @@ class ServerLink:
         wanted += [each for number, each in iteration.rows.items() if number in self._share.buckets]
         pushed = [each for each in wanted if each.partition_id not in delivery.acknowledged]
         if pushed:
-            there = self._prepare(pushed, delivery)
+            self._prepare(pushed, delivery)
             answer = self._push_in_turn(lambda: self._push(pushed, (delivery.payloads[each.partition_id]() for each in pushed), iteration))
-            applied = {each.partition_id for each in answer if not each.known_batch} - there
+            applied = {each.partition_id for each in answer if not each.known_batch} - delivery.there
             self._payloads.settle((each.partition_id for each in answer), applied=applied)
             delivery.acknowledged.update({each.partition_id: each for each in answer})
         self._clock = iteration.clock
         if iteration.pull and self._trained:
-            self.pull_in_turn()
+            self.pull_in_turn(delivery.pulled)
         elif self._takes_part and not pushed:
             self.advance_clock(iteration.clock)
 
-    def _prepare(self, pushed: Sequence[Partition | PushedRows], delivery: Delivery) -> frozenset[int]:
-        """Makes the payloads. Returns the partitions that will take theirs for a push of the same batch that was given up before."""
+    def _prepare(self, pushed: Sequence[Partition | PushedRows], delivery: Delivery) -> None:
+        """Makes the payloads, once it is known what became of pushes that were given up before."""
         new = [each for each in pushed if each.partition_id not in delivery.payloads]
         batch = delivery.iteration.batch
         self._ledger.computed_on({each.partition_id: each.version for each in new if isinstance(each, PushedRows)})
         doubtful = {each.partition_id: doubt == batch for each in new if (doubt := self._ledger.doubt(each.partition_id)) is not None}
-        there = self._insist("GetServer", lambda: self._look_back(doubtful)) if doubtful else frozenset[int]()
+        if doubtful:
+            delivery.there.update(self._insist("GetServer", lambda: self._look_back(doubtful)))
         self._ledger.begun((each.partition_id for each in new), batch)
         for each in new:
             delivery.payloads[each.partition_id] = (
                 self._payloads.rows(each) if isinstance(each, PushedRows) else self._payloads.gradient(each, delivery.iteration)
             )
-        return there
 
     def finished(self, batch: int) -> None:
         """Every push of the batch with this key was acknowledged, on all servers."""
@@ -358,16 +363,22 @@ class ServerLink:
                 finished = ()
             yield header, payload.data
 
-    def pull_in_turn(self) -> None:
-        """Pulls when this worker may begin its next iteration; with asp that is at once."""
+    def pull_in_turn(self, pulled: set[int]) -> None:
+        """Pulls when this worker may begin its next iteration; with asp that is at once. `pulled`: the partitions that it has pulled for
+        that already, from a server that had them before; they are left as they are, and this server's are added."""
         if not self._trained:
             return
-        try:
-            self._in_turn("Pull", lambda: self._pull(self._trained, wait=_TURN_WAIT, in_turn=True))
-        except DeadlineError as error:
-            if error.reason not in _NOT_MY_TURN:
-                raise
-            return  # the next border lets it go; it needs no newer values for that
+        missing = [each for each in self._trained if each.partition_id not in pulled]
+        if missing:
+            try:
+                self._in_turn("Pull", lambda: self._pull(missing, wait=_TURN_WAIT, in_turn=True))
+            except DeadlineError as error:
+                if error.reason not in _NOT_MY_TURN:
+                    raise
+                return  # the next border lets it go; it needs no newer values for that
+            pulled.update(each.partition_id for each in missing)
+        elif not self._options.in_step:
+            self.advance_clock(self._clock)
         if self._options.in_step:
             self._tell(self._clock, has_read=True)
 

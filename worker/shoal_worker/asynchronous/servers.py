@@ -102,12 +102,20 @@ class ParameterServers:
     def enter(self, clock: int) -> None:
         """Takes part, having finished `clock` iterations, and pulls what the next one begins with. From now on others may wait for this
         worker."""
-        positions = self._each(lambda link: link.enter(clock))
-        if self._options.in_step:
-            places = dict(zip((link.index for link in self._links), aligned(positions), strict=True))
-            self._each(lambda link: link.place(places.get(link.index)))
-        self._each(ServerLink.pull_in_turn)
+        placed_on: Sequence[ServerLink] = ()
+        while placed_on is not self._links:  # again where partitions have moved meanwhile
+            positions = self._each(lambda link: link.enter(clock))
+            placed_on = self._links
+            if self._options.in_step:
+                self._place(aligned(positions))
+        pulled: set[int] = set()
+        self._each(lambda link: link.pull_in_turn(pulled))
         publish(self._trained)
+
+    def _place(self, positions: Sequence[int | None]) -> None:
+        """`positions`: by the links' order."""
+        places = dict(zip((link.index for link in self._links), positions, strict=True))
+        self._each(lambda link: link.place(places.get(link.index)))
 
     def rest(self) -> None:
         """Says that nobody need wait for this worker until it enters again; the farewell has said so already."""
@@ -162,20 +170,20 @@ class ParameterServers:
 
     def _deal_out(self, shard_map: coordinator_pb.ShardMap) -> None:
         """Gives each server's link the partitions that it has now."""
-        before = {link.index: link for link in self._links}
-        links = []
-        for share in shares(shard_map, self._tensors):
-            link = before.pop(share.index, None)
-            if link is not None:
-                link.adopt(share)
-            else:
-                link = self._link(share)
-                link.joins(self._links)
-            links.append(link)
+        dealt = shares(shard_map, self._tensors)
+        before = {(link.index, link.address): link for link in self._links}
+        # Another server may have the index of one that was drained. All that can fail comes first.
+        made = [self._link(share) for share in dealt if (share.index, share.address) not in before]
+        for link in made:
+            link.joins(self._links)
+        kept = [before.pop((share.index, share.address)) for share in dealt if (share.index, share.address) in before]
+        by_index = {share.index: share for share in dealt}
+        for link in kept:
+            link.adopt(by_index[link.index])
+        _log.info("partitions have moved (shard map %d): %d servers, %d before", shard_map.epoch, len(dealt), len(self._links))
+        self._links = sorted([*kept, *made], key=lambda link: link.index)
         for link in before.values():
             link.close()
-        _log.info("partitions have moved (shard map %d): %d servers, %d before", shard_map.epoch, len(links), len(self._links))
-        self._links = links
 
     def _link(self, share: ServerShare) -> ServerLink:
         return ServerLink(

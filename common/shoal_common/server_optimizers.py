@@ -223,6 +223,25 @@ SERVER_OPTIMIZERS: Final = {
 }
 """The optimizers that parameter servers run, by the names that requests give them."""
 
+SPARSE_ADAM: Final = OptimizerDeclaration(
+    name="sparse_adam",
+    torch_class="SparseAdam",
+    defaults=MappingProxyType({"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "maximize": 0.0}),
+    switches=frozenset({"maximize"}),
+    below_one=frozenset({"beta1", "beta2"}),
+    pairs=MappingProxyType({"betas": ("beta1", "beta2")}),
+    state=frozenset({"step", "exp_avg", "exp_avg_sq"}),
+    state_tensors=lambda _: 2,
+    contradiction=lambda values: "" if values["lr"] > 0 and values["eps"] > 0 else "sparse_adam needs lr and eps above 0",
+)
+"""Adam that leaves rows without a gradient alone, moments and all: for sparse gradients, and so for tables."""
+
+TABLE_OPTIMIZERS: Final = {
+    **{name: SERVER_OPTIMIZERS[name] for name in ("sgd", "adagrad", "rowwise_adagrad")},
+    SPARSE_ADAM.name: SPARSE_ADAM,
+}
+"""The optimizers that the rows of sparse tables may have: torch's that take sparse gradients, and Shoal's for rows."""
+
 
 def in_words() -> str:
     """The classes that a server runs, for people: "torch.optim.SGD and shoal.optim.LAMB"."""

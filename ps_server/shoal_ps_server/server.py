@@ -48,7 +48,7 @@ from shoal_ps_server.service.tickets import Tickets
 from shoal_ps_server.service.transfers import Transfers
 from shoal_ps_server.session import CoordinatorSession, MoveOrder, Place, Registration, this_process
 from shoal_ps_server.settings import PsServerSettings
-from shoal_ps_server.shard.layout import Layout, PartitionSpec
+from shoal_ps_server.shard.layout import Layout
 from shoal_ps_server.shard.payload import Upload
 from shoal_ps_server.shard.shard import Outcome, Shard
 from shoal_ps_server.storage.changes import Changes
@@ -427,11 +427,10 @@ class ParameterServer:
             self._metrics.staleness.observe(outcome.staleness)
             self._metrics.apply_seconds.observe(outcome.apply_seconds)
 
-    def _answered(self, spec: PartitionSpec, sent: bool) -> None:
+    def _answered(self, sent: int | None) -> None:
         """A partition of a pull has been answered."""
-        self._metrics.pulls.labels("sent" if sent else "unchanged").inc()
-        if sent:
-            self._metrics.sent_bytes.inc(spec.nbytes)
+        self._metrics.pulls.labels("unchanged" if sent is None else "sent").inc()
+        self._metrics.sent_bytes.inc(sent or 0)
 
     def _state(self) -> ServerState | None:
         layout = self._layouts.current

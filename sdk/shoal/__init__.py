@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from shoal_worker.strategies.zero1 import ZeRO1Model, ZeRO1Optimizer
     from shoal_worker.strategies.zero2 import ZeRO2Model, ZeRO2Optimizer
     from shoal_worker.strategies.zero3 import ZeRO3Model, ZeRO3Optimizer
+    from shoal_worker.tables import SparseEmbedding, SparseEmbeddingBag
 
     from shoal import optim as optim
     from shoal.parameter_servers import ModelReader, ParameterServerClient
@@ -123,6 +124,8 @@ __all__ = [
     "ShardedOptimizer",
     "ShardingConfiguration",
     "ShoalError",
+    "SparseEmbedding",
+    "SparseEmbeddingBag",
     "StaleGenerationError",
     "StepStatus",
     "TensorParallelModel",
@@ -186,6 +189,8 @@ _HOMES = {
     "ParameterServerClient": "shoal.parameter_servers",
     "PipelineParallelModel": "shoal_worker.strategies.pipeline",
     "PipelineParallelOptimizer": "shoal_worker.strategies.pipeline",
+    "SparseEmbedding": "shoal_worker.tables",
+    "SparseEmbeddingBag": "shoal_worker.tables",
     "TensorParallelModel": "shoal_worker.strategies.tensor",
     "TensorParallelOptimizer": "shoal_worker.strategies.tensor",
     "TlsSettings": "shoal_common.security",

@@ -2,7 +2,7 @@
 
 What comes is as the worker's `model.module.named_parameters()` has it, under these names. Of tied parameters there is one, under the first
 name; buffers (the running statistics of BatchNorm, say) are each worker's own and not on servers: save them with the checkpoint, or compute
-them anew.
+them anew. Sparse tables are not in it: their rows are asked for by id.
 
 Each partition (up to 8 MiB of the model) is of one moment, and has a version: 1 plus the pushes applied to it. Different partitions are of
 slightly different moments, as they are for a worker that pulls while others push.
@@ -154,7 +154,8 @@ class ModelReader:
             before = _Model(tensors={}, versions={}, layout=layout)
         shares: dict[int, list[coordinator_pb2.Partition]] = {}
         for partition in self._map.partitions:
-            shares.setdefault(partition.primary, []).append(partition)
+            if not partition.HasField("bucket"):
+                shares.setdefault(partition.primary, []).append(partition)
         addresses = {server.server_index: server.address for server in self._map.servers}
         making = _Making(self._map, before)
         with ThreadPoolExecutor(max_workers=max(1, len(shares)), thread_name_prefix="shoal-reader") as pool:
@@ -255,11 +256,12 @@ class _Making:
 
     def finished(self) -> _Model:
         """Tensors without elements are in no partition."""
-        shapes = {tensor.name: tuple(tensor.shape) for tensor in self._map.tensors}
-        empty = {t.name: torch.empty(tuple(t.shape), dtype=_torch_dtype(t)) for t in self._map.tensors if 0 in t.shape}
+        dense = [tensor for tensor in self._map.tensors if not tensor.HasField("table")]
+        shapes = {tensor.name: tuple(tensor.shape) for tensor in dense}
+        empty = {t.name: torch.empty(tuple(t.shape), dtype=_torch_dtype(t)) for t in dense if 0 in t.shape}
         changed = {name: flat.reshape(shapes[name]) for name, flat in self._flat.items()}
         known = {**empty, **self.before.tensors, **changed}
-        tensors = {tensor.name: known[tensor.name] for tensor in self._map.tensors}
+        tensors = {tensor.name: known[tensor.name] for tensor in dense}
         return _Model(tensors=tensors, versions=self._versions, layout=self.before.layout)
 
     def _place(self, partition: coordinator_pb2.Partition, part: torch.Tensor) -> None:

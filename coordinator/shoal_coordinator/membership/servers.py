@@ -217,4 +217,6 @@ def _first_difference(layout: ShardLayout, event: TensorsDeclared) -> str:
 
 
 def _shown(tensor: TensorSpec) -> str:
+    if tensor.table is not None:
+        return f"table {tensor.name!r} {list(tensor.shape)} ({tensor.table})"
     return f"{tensor.name!r} {tensor.dtype}{list(tensor.shape)}{', which no optimizer has,' if tensor.frozen else ''}"

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
+from shoal_common.tables.declaration import TableSpec
+
 LARGEST_PIECE_BYTES: Final = 8 << 20
 SMALLEST_FULL_BYTES: Final = 64 << 10
 """A partition costs about as much as so many bytes."""
@@ -33,6 +35,8 @@ class TensorSpec:
     """No optimizer has this tensor, so that it never gets a gradient."""
     apart: bool = False
     """This tensor shares a partition with no other tensor."""
+    table: TableSpec | None = None
+    """A sparse table, of shape [rows, dim] with rows 0 for any 64-bit id; else None. It is cut into buckets, and not by its elements."""
 
     @property
     def nbytes(self) -> int:
@@ -53,12 +57,23 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Bucket:
+    """The rows of a sparse table whose ids are in one of its buckets."""
+
+    tensor_index: int
+    number: int
+    """0 to TableSpec.buckets - 1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Partition:
-    """Pieces of tensors of one dtype; its id is its position in ShardLayout.partitions."""
+    """Pieces of tensors of one dtype, or a bucket of a sparse table; its id is its position in ShardLayout.partitions."""
 
     pieces: tuple[Piece, ...]
+    """Empty in a bucket."""
     primary: int
     """server_index of its owner."""
+    bucket: Bucket | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,13 +93,22 @@ class ShardLayout:
     """>= 1; grows at every change of an owner."""
     tensors: tuple[TensorSpec, ...]
     partitions: tuple[Partition, ...]
-    """Together they cover each element once. A tensor without elements is in none."""
+    """Together they cover each element once. A tensor without elements is in none. Then come the tables' buckets."""
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of each partition's values."""
+        """Bytes of each partition's values; of a bucket, which grows, what it may come to, or as much as the largest piece."""
         items = [ITEM_BYTES[tensor.dtype] for tensor in self.tensors]
-        return tuple(sum(piece.length * items[piece.tensor_index] for piece in partition.pieces) for partition in self.partitions)
+
+        def size(partition: Partition) -> int:
+            if partition.bucket is None:
+                return sum(piece.length * items[piece.tensor_index] for piece in partition.pieces)
+            tensor = self.tensors[partition.bucket.tensor_index]
+            assert tensor.table is not None
+            whole = -(-tensor.nbytes // tensor.table.buckets)
+            return min(whole, LARGEST_PIECE_BYTES) if whole else LARGEST_PIECE_BYTES
+
+        return tuple(map(size, self.partitions))
 
     @cached_property
     def shares(self) -> Mapping[int, Share]:
@@ -97,7 +121,7 @@ class ShardLayout:
 
     def is_frozen(self, partition: Partition) -> bool:
         """Whether it is of tensors that are never trained: all of a partition's tensors are alike in that."""
-        return self.tensors[partition.pieces[0].tensor_index].frozen
+        return partition.bucket is None and self.tensors[partition.pieces[0].tensor_index].frozen
 
     def moved(self, partition_ids: Collection[int], receiver: int) -> ShardLayout:
         """The layout of the next epoch, in which `receiver` owns these partitions."""
@@ -108,8 +132,8 @@ class ShardLayout:
 
 
 def count_pieces(tensors: Sequence[TensorSpec]) -> int:
-    """How many pieces `lay_out` will make."""
-    return sum(-(-tensor.elements // _longest(tensor)) for tensor in tensors)
+    """How many pieces and buckets `lay_out` will make."""
+    return sum(-(-tensor.elements // _longest(tensor)) if tensor.table is None else tensor.table.buckets for tensor in tensors)
 
 
 def lay_out(tensors: Sequence[TensorSpec], servers: Sequence[int]) -> ShardLayout:
@@ -118,14 +142,15 @@ def lay_out(tensors: Sequence[TensorSpec], servers: Sequence[int]) -> ShardLayou
     Tensors of one dtype are packed together in the order of their declaration; those above 8 MiB are cut, between rows where a row is
     shorter. A partition is full at 8 MiB; of a smaller model at a quarter of a server's share, or at 64 KiB or all of the share. Frozen
     tensors, which cost nothing in a step, are packed and placed for themselves, so that all servers have their share of the others. No
-    server holds more than one partition's bytes above another, of either kind. Equal input gives an equal layout.
+    server holds more than one partition's bytes above another, of either kind. The buckets of a table, which grow alike, go to all servers
+    in turn, those of the next table from where the one before ended. Equal input gives an equal layout.
 
     Args:
         servers: their indices, at least one, each once, ascending.
     """
     partitions: list[Partition] = []
     for frozen in (False, True):
-        kind = [index for index, tensor in enumerate(tensors) if tensor.frozen is frozen]
+        kind = [index for index, tensor in enumerate(tensors) if tensor.frozen is frozen and tensor.table is None]
         share = -(-sum(tensors[index].nbytes for index in kind) // len(servers))
         full = min(LARGEST_PIECE_BYTES, max(min(SMALLEST_FULL_BYTES, share), share // PARTITIONS_PER_SERVER))
         together: dict[tuple[str, int], list[int]] = {}
@@ -144,6 +169,13 @@ def lay_out(tensors: Sequence[TensorSpec], servers: Sequence[int]) -> ShardLayou
             heapq.heapreplace(loads, (load + packed[position][0], server))
             primaries[position] = abs(server)
         partitions += [Partition(pieces=pieces, primary=primary) for (_, pieces), primary in zip(packed, primaries, strict=True)]
+    buckets = [
+        Bucket(tensor_index=index, number=number)
+        for index, tensor in enumerate(tensors)
+        if tensor.table is not None
+        for number in range(tensor.table.buckets)
+    ]
+    partitions += [Partition(pieces=(), primary=servers[place % len(servers)], bucket=bucket) for place, bucket in enumerate(buckets)]
     return ShardLayout(epoch=1, tensors=tuple(tensors), partitions=tuple(partitions))
 
 

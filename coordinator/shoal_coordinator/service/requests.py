@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from shoal_common.errors import InvalidRequestError
+from shoal_common.tables.declaration import TableSpec, wrong_shape
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_coordinator.membership.events import (
@@ -267,9 +268,19 @@ def _parse_tensor(message: pb.TensorSpec) -> TensorSpec:
     if len(message.shape) > _MOST_DIMENSIONS:
         raise wrong(f"shape of tensor {name!r}", f"{len(message.shape)} dimensions", f"at most {_MOST_DIMENSIONS}")
     shape = tuple(number(f"shape of tensor {name!r}", size) for size in message.shape)
-    tensor = TensorSpec(name=name, shape=shape, dtype=message.dtype, frozen=message.frozen, apart=message.apart)
+    table = _parse_table(name, shape, message) if message.HasField("table") else None
+    tensor = TensorSpec(name=name, shape=shape, dtype=message.dtype, frozen=message.frozen, apart=message.apart, table=table)
     number(f"elements of tensor {name!r}", tensor.elements)
     return tensor
+
+
+def _parse_table(name: str, shape: tuple[int, ...], message: pb.TensorSpec) -> TableSpec:
+    table = TableSpec.of_message(message.table)
+    if message.dtype != "float32" or message.frozen or message.apart:
+        raise InvalidRequestError(f"table {name!r}: expected dtype float32, and neither frozen nor apart")
+    if problem := wrong_shape(shape) or table.contradiction():
+        raise InvalidRequestError(f"table {name!r}: {problem}")
+    return table
 
 
 def _first_repeated(names: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_coordinator.membership.effects import SendMove, SendPlace
 from shoal_coordinator.membership.pulse import Progress, Pulse, Pulses
-from shoal_coordinator.membership.shards import ShardLayout, Share
+from shoal_coordinator.membership.shards import Bucket, ShardLayout, Share, TensorSpec
 from shoal_coordinator.membership.spec import JobSpec
 from shoal_coordinator.membership.state import Cause, Generation, JobEnding, JobPhase, JobState, Member, MemberPhase, Server, ServerRole
 from shoal_coordinator.state.store import StoredEvent
@@ -151,17 +151,27 @@ def shard_map_message(layout: ShardLayout, state: JobState) -> pb.ShardMap:
     """Who owns what, and where they are: primaries alone."""
     return pb.ShardMap(
         epoch=layout.epoch,
-        tensors=[pb.TensorSpec(name=t.name, shape=t.shape, dtype=t.dtype, frozen=t.frozen, apart=t.apart) for t in layout.tensors],
+        tensors=[_tensor_message(tensor) for tensor in layout.tensors],
         partitions=[
             pb.Partition(
                 partition_id=number,
                 pieces=[pb.Piece(tensor_index=piece.tensor_index, offset=piece.offset, length=piece.length) for piece in partition.pieces],
                 primary=partition.primary,
+                bucket=_bucket_message(partition.bucket),
             )
             for number, partition in enumerate(layout.partitions)
         ],
         servers=[message for message in server_messages(state) if message.role == pb.SERVER_ROLE_PRIMARY],
     )
+
+
+def _tensor_message(tensor: TensorSpec) -> pb.TensorSpec:
+    table = None if tensor.table is None else tensor.table.message()
+    return pb.TensorSpec(name=tensor.name, shape=tensor.shape, dtype=tensor.dtype, frozen=tensor.frozen, apart=tensor.apart, table=table)
+
+
+def _bucket_message(bucket: Bucket | None) -> pb.Bucket | None:
+    return None if bucket is None else pb.Bucket(tensor_index=bucket.tensor_index, number=bucket.number)
 
 
 def event_message(event: StoredEvent) -> pb.Event:

@@ -16,10 +16,11 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from shoal_common.errors import CorruptDataError
+from shoal_common.tables.declaration import TableSpec
 
 from shoal_coordinator.membership.batches import Answer, Epoch, Loader
 from shoal_coordinator.membership.draft import Changes
-from shoal_coordinator.membership.shards import Partition, Piece, ShardLayout, TensorSpec
+from shoal_coordinator.membership.shards import Bucket, Partition, Piece, ShardLayout, TensorSpec
 from shoal_coordinator.membership.spec import JobSpec
 from shoal_coordinator.membership.state import (
     Cause,
@@ -140,11 +141,16 @@ def _generation(generation: Generation) -> dict[str, Any]:
 
 
 def _layout(layout: ShardLayout) -> dict[str, Any]:
-    """Tensors and partitions as bare lists: there may be a hundred thousand of them."""
+    """Tensors and partitions as bare lists: there may be a hundred thousand of them. A bucket's has two numbers more."""
     return {
         "epoch": layout.epoch,
         "tensors": [[t.name, list(t.shape), t.dtype, t.frozen, t.apart] for t in layout.tensors],
-        "partitions": [[p.primary, [[e.tensor_index, e.offset, e.length] for e in p.pieces]] for p in layout.partitions],
+        "tables": {number: t.table.to_json() for number, t in enumerate(layout.tensors) if t.table is not None},
+        "partitions": [
+            [p.primary, [[e.tensor_index, e.offset, e.length] for e in p.pieces]]
+            + ([] if p.bucket is None else [p.bucket.tensor_index, p.bucket.number])
+            for p in layout.partitions
+        ],
     }
 
 
@@ -223,18 +229,20 @@ def _parse_generation(value: Any) -> Generation:
 
 
 def _parse_layout(value: Any) -> ShardLayout:
+    tables = {int(number): TableSpec.from_json(table) for number, table in value.get("tables", {}).items()}  # older releases had none
     return ShardLayout(
         epoch=value["epoch"],
         tensors=tuple(
-            TensorSpec(name=name, shape=tuple(shape), dtype=dtype, frozen=frozen, apart=apart)
-            for name, shape, dtype, frozen, apart in value["tensors"]
+            TensorSpec(name=name, shape=tuple(shape), dtype=dtype, frozen=frozen, apart=apart, table=tables.get(number))
+            for number, (name, shape, dtype, frozen, apart) in enumerate(value["tensors"])
         ),
         partitions=tuple(
             Partition(
                 primary=primary,
                 pieces=tuple(Piece(tensor_index=tensor, offset=offset, length=length) for tensor, offset, length in pieces),
+                bucket=Bucket(tensor_index=bucket[0], number=bucket[1]) if bucket else None,
             )
-            for primary, pieces in value["partitions"]
+            for primary, pieces, *bucket in value["partitions"]
         ),
     )
 

@@ -622,18 +622,47 @@ class Members(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., member_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
-    __slots__ = ("name", "shape", "dtype", "frozen", "apart")
+    __slots__ = ("name", "shape", "dtype", "frozen", "apart", "table")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     FROZEN_FIELD_NUMBER: _ClassVar[int]
     APART_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
     name: str
     shape: _containers.RepeatedScalarFieldContainer[int]
     dtype: str
     frozen: bool
     apart: bool
-    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., frozen: _Optional[bool] = ..., apart: _Optional[bool] = ...) -> None: ...
+    table: TableSpec
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., frozen: _Optional[bool] = ..., apart: _Optional[bool] = ..., table: _Optional[_Union[TableSpec, _Mapping]] = ...) -> None: ...
+
+class TableSpec(_message.Message):
+    __slots__ = ("buckets", "seed", "initializer", "scale", "optimizer", "hyperparameters", "max_age", "max_rows")
+    class HyperparametersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    INITIALIZER_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    HYPERPARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_AGE_FIELD_NUMBER: _ClassVar[int]
+    MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
+    buckets: int
+    seed: int
+    initializer: str
+    scale: float
+    optimizer: str
+    hyperparameters: _containers.ScalarMap[str, float]
+    max_age: int
+    max_rows: int
+    def __init__(self, buckets: _Optional[int] = ..., seed: _Optional[int] = ..., initializer: _Optional[str] = ..., scale: _Optional[float] = ..., optimizer: _Optional[str] = ..., hyperparameters: _Optional[_Mapping[str, float]] = ..., max_age: _Optional[int] = ..., max_rows: _Optional[int] = ...) -> None: ...
 
 class DeclareTensorsRequest(_message.Message):
     __slots__ = ("job_id", "tensors")
@@ -674,14 +703,24 @@ class ShardMap(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., partitions: _Optional[_Iterable[_Union[Partition, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[ServerStatus, _Mapping]]] = ...) -> None: ...
 
 class Partition(_message.Message):
-    __slots__ = ("partition_id", "pieces", "primary")
+    __slots__ = ("partition_id", "pieces", "primary", "bucket")
     PARTITION_ID_FIELD_NUMBER: _ClassVar[int]
     PIECES_FIELD_NUMBER: _ClassVar[int]
     PRIMARY_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
     partition_id: int
     pieces: _containers.RepeatedCompositeFieldContainer[Piece]
     primary: int
-    def __init__(self, partition_id: _Optional[int] = ..., pieces: _Optional[_Iterable[_Union[Piece, _Mapping]]] = ..., primary: _Optional[int] = ...) -> None: ...
+    bucket: Bucket
+    def __init__(self, partition_id: _Optional[int] = ..., pieces: _Optional[_Iterable[_Union[Piece, _Mapping]]] = ..., primary: _Optional[int] = ..., bucket: _Optional[_Union[Bucket, _Mapping]] = ...) -> None: ...
+
+class Bucket(_message.Message):
+    __slots__ = ("tensor_index", "number")
+    TENSOR_INDEX_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    tensor_index: int
+    number: int
+    def __init__(self, tensor_index: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class Piece(_message.Message):
     __slots__ = ("tensor_index", "offset", "length")

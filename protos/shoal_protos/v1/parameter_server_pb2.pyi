@@ -135,7 +135,7 @@ class SetHyperparametersResponse(_message.Message):
     def __init__(self, applied: _Optional[bool] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("job_id", "member_id", "generation", "partition_id", "shard_map_epoch", "sequence", "base_version", "clock", "dtype", "codec", "length", "payload_bytes", "checksum", "batch", "absent_pieces", "finished_batches")
+    __slots__ = ("job_id", "member_id", "generation", "partition_id", "shard_map_epoch", "sequence", "base_version", "clock", "dtype", "codec", "length", "payload_bytes", "checksum", "batch", "absent_pieces", "finished_batches", "rows")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -152,6 +152,7 @@ class PushHeader(_message.Message):
     BATCH_FIELD_NUMBER: _ClassVar[int]
     ABSENT_PIECES_FIELD_NUMBER: _ClassVar[int]
     FINISHED_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     member_id: str
     generation: int
@@ -168,7 +169,8 @@ class PushHeader(_message.Message):
     batch: int
     absent_pieces: _containers.RepeatedScalarFieldContainer[int]
     finished_batches: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., generation: _Optional[int] = ..., partition_id: _Optional[int] = ..., shard_map_epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., base_version: _Optional[int] = ..., clock: _Optional[int] = ..., dtype: _Optional[_Union[Dtype, str]] = ..., codec: _Optional[_Union[Codec, str]] = ..., length: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., batch: _Optional[int] = ..., absent_pieces: _Optional[_Iterable[int]] = ..., finished_batches: _Optional[_Iterable[int]] = ...) -> None: ...
+    rows: int
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., generation: _Optional[int] = ..., partition_id: _Optional[int] = ..., shard_map_epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., base_version: _Optional[int] = ..., clock: _Optional[int] = ..., dtype: _Optional[_Union[Dtype, str]] = ..., codec: _Optional[_Union[Codec, str]] = ..., length: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., batch: _Optional[int] = ..., absent_pieces: _Optional[_Iterable[int]] = ..., finished_batches: _Optional[_Iterable[int]] = ..., rows: _Optional[int] = ...) -> None: ...
 
 class PushChunk(_message.Message):
     __slots__ = ("header", "payload")
@@ -221,12 +223,14 @@ class PullRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., generation: _Optional[int] = ..., shard_map_epoch: _Optional[int] = ..., partitions: _Optional[_Iterable[_Union[PartitionPull, _Mapping]]] = ..., clock: _Optional[int] = ..., wait_ms: _Optional[int] = ..., checksums: _Optional[bool] = ..., codec: _Optional[_Union[Codec, str]] = ...) -> None: ...
 
 class PartitionPull(_message.Message):
-    __slots__ = ("partition_id", "newer_than")
+    __slots__ = ("partition_id", "newer_than", "ids")
     PARTITION_ID_FIELD_NUMBER: _ClassVar[int]
     NEWER_THAN_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
     partition_id: int
     newer_than: int
-    def __init__(self, partition_id: _Optional[int] = ..., newer_than: _Optional[int] = ...) -> None: ...
+    ids: bytes
+    def __init__(self, partition_id: _Optional[int] = ..., newer_than: _Optional[int] = ..., ids: _Optional[bytes] = ...) -> None: ...
 
 class PullHeader(_message.Message):
     __slots__ = ("partition_id", "version", "dtype", "codec", "length", "payload_bytes", "unchanged", "checksum")

@@ -7,7 +7,8 @@ reader.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 from shoal_common import codecs
 from shoal_common.errors import DeadlineError, UnavailableError
@@ -16,7 +17,7 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_ps_server.consistency.clocks import ConsistencyMode
 from shoal_ps_server.consistency.membership import Membership
-from shoal_ps_server.service.requests import Pull
+from shoal_ps_server.service.requests import Pull, Wanted
 from shoal_ps_server.shard.layout import PartitionSpec
 from shoal_ps_server.shard.payload import describe
 from shoal_ps_server.shard.reading import Reading
@@ -33,10 +34,10 @@ class Pulls:
         membership: Membership,
         quiet: Callable[[], Awaitable[None]],
         waited: Callable[[float], None],
-        answered: Callable[[PartitionSpec, bool], None],
+        answered: Callable[[int | None], None],
     ) -> None:
         """`quiet` waits for changes that are on their way. `waited` is told the seconds of every wait for slower members, also of those
-        that took none; `answered` of every partition that was answered, and whether its values were sent."""
+        that took none; `answered` of every partition that was answered, and how many bytes of values were sent; None: it was unchanged."""
         self._shard = shard
         self._membership = membership
         self._quiet = quiet
@@ -78,16 +79,26 @@ class Pulls:
             if version <= wanted.newer_than:
                 self._note(pull, wanted.spec)
                 yield pb.PullHeader(partition_id=wanted.spec.partition_id, version=version, unchanged=True), None
+                self._answered(None)
             else:
                 codec = _codec(wanted.spec, pull.codec)
-                with self._shard.reading(wanted.spec.partition_id, codec) as reading:
+                with self._reading(wanted, codec) as reading:
                     self._note(pull, wanted.spec)
-                    yield _header(wanted.spec, codec, reading, checksummed=pull.checksums), reading
-            self._answered(wanted.spec, version > wanted.newer_than)
+                    header = _header(wanted, codec, reading, checksummed=pull.checksums)
+                    yield header, reading
+                self._answered(header.payload_bytes)
+
+    @contextmanager
+    def _reading(self, wanted: Wanted, codec: int) -> Iterator[Reading]:
+        if wanted.ids is None:
+            with self._shard.reading(wanted.spec.partition_id, codec) as reading:
+                yield reading
+        else:
+            yield self._shard.read_rows(wanted.spec.partition_id, wanted.ids)
 
     def _note(self, pull: Pull, spec: PartitionSpec) -> None:
         """What a member has now is kept for its next push, unless it has been put out meanwhile."""
-        if pull.member_id and pull.member_id in self._membership.fence.members:
+        if spec.bucket is None and pull.member_id and pull.member_id in self._membership.fence.members:
             self._shard.note_pull(spec.partition_id, pull.member_id)
 
     async def _await_turn(self, pull: Pull, check: Callable[[], None]) -> None:
@@ -121,17 +132,18 @@ class Pulls:
 
 
 def _codec(spec: PartitionSpec, asked: int) -> int:
-    """The codec that was asked for, where it saves something."""
-    return asked if asked != codecs.RAW and codecs.payload_bytes(asked, spec.length) < spec.nbytes else codecs.RAW
+    """The codec that was asked for, where it saves something; rows come as they are."""
+    return asked if asked != codecs.RAW and spec.bucket is None and codecs.payload_bytes(asked, spec.length) < spec.nbytes else codecs.RAW
 
 
-def _header(spec: PartitionSpec, codec: int, reading: Reading, *, checksummed: bool) -> pb.PullHeader:
+def _header(wanted: Wanted, codec: int, reading: Reading, *, checksummed: bool) -> pb.PullHeader:
+    spec = wanted.spec
     return pb.PullHeader(
         partition_id=spec.partition_id,
         version=reading.version,
         dtype=spec.element.wire,
         codec=pb.Codec.ValueType(codec),
-        length=spec.length,
+        length=spec.length if wanted.ids is None else reading.remaining // spec.element.itemsize,
         payload_bytes=reading.remaining,
         checksum=checksum(reading.rest) if checksummed else 0,
     )

@@ -15,14 +15,16 @@ from datetime import timedelta
 from itertools import pairwise
 from typing import Final
 
+import numpy as np
 from shoal_common import codecs
 from shoal_common.errors import InvalidRequestError, LimitError, UnknownResourceError
+from shoal_common.tables.values import Ids
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_ps_server.consistency.clocks import Consistency, ConsistencyMode
 from shoal_ps_server.shard.layout import Layout, PartitionSpec
 from shoal_ps_server.shard.optimizer import OptimizerSettings, ParameterGroup, optimizer_settings
-from shoal_ps_server.shard.payload import UploadHeader, describe
+from shoal_ps_server.shard.payload import ID_BYTES, UploadHeader, check_ids, describe
 
 LARGEST_PARTITION_BYTES: Final = 16 << 20
 """What a header may declare."""
@@ -48,6 +50,8 @@ class Wanted:
 
     spec: PartitionSpec
     newer_than: int
+    ids: Ids | None = None
+    """The rows of a bucket that are asked for; None: it is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +88,7 @@ def parse_upload_header(header: pb.PushHeader, layout: Layout, kind: UploadKind)
     """A header, checked before a byte of its payload is kept.
 
     Raises LimitError / PAYLOAD_TOO_LARGE, UnknownResourceError / PARTITION_UNKNOWN, InvalidRequestError: DTYPE_MISMATCH,
-    CODEC_UNSUPPORTED, PIECES_INVALID, LENGTH_MISMATCH, PAYLOAD_SIZE_MISMATCH, SEQUENCE_INVALID, REQUEST_INVALID.
+    CODEC_UNSUPPORTED, PIECES_INVALID, ROWS_INVALID, LENGTH_MISMATCH, PAYLOAD_SIZE_MISMATCH, SEQUENCE_INVALID, REQUEST_INVALID.
     """
     if header.payload_bytes > LARGEST_PARTITION_BYTES:
         raise LimitError(
@@ -102,8 +106,9 @@ def parse_upload_header(header: pb.PushHeader, layout: Layout, kind: UploadKind)
             reason="CODEC_UNSUPPORTED",
         )
     absent = _absent_pieces(header, spec, kind)
-    length = spec.length_without(absent)
-    nbytes = length * spec.element.itemsize
+    rows = _rows(header, spec, kind)
+    length = spec.length_without(absent) if spec.bucket is None else rows * spec.bucket.dim
+    nbytes = length * spec.element.itemsize + ID_BYTES * rows
     if header.length != length:
         raise InvalidRequestError(f"{describe(spec)}: length={header.length}, expected {length} elements", reason="LENGTH_MISMATCH")
     if header.codec != pb.CODEC_RAW:
@@ -129,29 +134,45 @@ def parse_upload_header(header: pb.PushHeader, layout: Layout, kind: UploadKind)
         batch=header.batch,
         absent=absent,
         finished_batches=tuple(header.finished_batches),
+        rows=rows,
     )
 
 
 def parse_pull(request: pb.PullRequest, layout: Layout) -> Pull:
-    """Raises UnknownResourceError / PARTITION_UNKNOWN and InvalidRequestError."""
+    """Raises UnknownResourceError / PARTITION_UNKNOWN, LimitError / PAYLOAD_TOO_LARGE and InvalidRequestError."""
     longest_ms = LONGEST_WAIT // timedelta(milliseconds=1)
     if not 0 <= request.wait_ms <= longest_ms:
         raise InvalidRequestError(f"wait_ms={request.wait_ms}: expected 0 to {longest_ms}")
-    wanted = tuple(
-        Wanted(spec=_partition(each.partition_id, layout), newer_than=at_least("newer_than", each.newer_than, 0))
-        for each in request.partitions
-    )
+    wanted = tuple(_wanted(each, _partition(each.partition_id, layout)) for each in request.partitions)
     if len({each.spec.partition_id for each in wanted}) < len(wanted):
         raise InvalidRequestError("partitions: one is asked for twice; name each at most once")
     return Pull(
         member_id=parse_member(request.member_id) if request.member_id else "",
         generation=at_least("generation", request.generation, 0),
-        partitions=wanted or tuple(Wanted(spec=spec, newer_than=0) for spec in layout.partitions.values()),
+        partitions=wanted or tuple(Wanted(spec=spec, newer_than=0) for spec in layout.partitions.values() if spec.bucket is None),
         clock=at_least("clock", request.clock, 0),
         wait=timedelta(milliseconds=request.wait_ms),
         checksums=request.checksums,
         codec=_pull_codec(request.codec),
     )
+
+
+def _wanted(message: pb.PartitionPull, spec: PartitionSpec) -> Wanted:
+    newer_than = at_least("newer_than", message.newer_than, 0)
+    if spec.bucket is None:
+        if message.ids:
+            raise InvalidRequestError(f"{describe(spec)}: ids: it is no bucket of a table, and has no rows", reason="ROWS_INVALID")
+        return Wanted(spec=spec, newer_than=newer_than)
+    if len(message.ids) % ID_BYTES:
+        raise InvalidRequestError(f"{describe(spec)}: {len(message.ids)} bytes of ids: expected 8 for each", reason="ROWS_INVALID")
+    ids = np.frombuffer(message.ids, dtype="<i8").astype(np.int64)
+    if (nbytes := len(ids) * spec.bucket.dim * spec.element.itemsize) > LARGEST_PARTITION_BYTES:
+        raise LimitError(
+            f"{describe(spec)}: {len(ids)} rows are {nbytes} bytes: at most {LARGEST_PARTITION_BYTES} may be asked for at once",
+            reason="PAYLOAD_TOO_LARGE",
+        )
+    check_ids(spec, spec.bucket, ids)
+    return Wanted(spec=spec, newer_than=newer_than, ids=ids)
 
 
 def _pull_codec(codec: int) -> int:
@@ -254,6 +275,20 @@ def _absent_pieces(header: pb.PushHeader, spec: PartitionSpec, kind: UploadKind)
             reason="PIECES_INVALID",
         )
     return absent
+
+
+def _rows(header: pb.PushHeader, spec: PartitionSpec, kind: UploadKind) -> int:
+    if spec.bucket is None:
+        if header.rows:
+            raise InvalidRequestError(f"{describe(spec)}: rows={header.rows}: it is no bucket of a table", reason="ROWS_INVALID")
+        return 0
+    if kind is UploadKind.INITIALIZE:
+        raise InvalidRequestError(f"{describe(spec)}: the rows of a table begin by themselves: push to them", reason="ROWS_INVALID")
+    if header.codec != pb.CODEC_RAW:
+        raise InvalidRequestError(
+            f"{describe(spec)}: codec={_enum_name(pb.Codec, header.codec)}: rows come as they are, in CODEC_RAW", reason="CODEC_UNSUPPORTED"
+        )
+    return at_least("rows", header.rows, 0)
 
 
 def _enum_name(enum_type: type[pb.Dtype] | type[pb.Codec] | type[pb.Consistency.Mode], value: int) -> str:

@@ -12,6 +12,7 @@ from types import MappingProxyType
 import torch
 from shoal_common import codecs
 from shoal_common.errors import InternalError
+from shoal_common.tables.declaration import TableSpec, wrong_shape
 from shoal_protos.v1 import coordinator_pb2
 
 from shoal_ps_server.shard.dtypes import BY_NAME, ElementType
@@ -32,13 +33,31 @@ class Piece:
     asks."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bucket:
+    """The rows of a sparse table whose ids fall into one of its buckets."""
+
+    table: str
+    """The table's name."""
+    rows: int
+    """Ids are below this, and not below 0; 0: any 64-bit id."""
+    dim: int
+    """Elements of a row."""
+    number: int
+    """Which bucket of the table's."""
+    spec: TableSpec
+
+
 @dataclass(frozen=True, kw_only=True)
 class PartitionSpec:
-    """Pieces of tensors of one element type, one after another: the unit of ownership, of atomicity and of versions."""
+    """Pieces of tensors of one element type, one after another, or a bucket of a sparse table: the unit of ownership, of atomicity and of
+    versions."""
 
     partition_id: int
     pieces: tuple[Piece, ...]
+    """None in a bucket, whose length and bytes are 0 then: they are not fixed."""
     element: ElementType
+    bucket: Bucket | None = None
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -124,6 +143,13 @@ def layout_from_shard_map(shard_map: coordinator_pb2.ShardMap, *, server_index: 
 
 def _partition(shard_map: coordinator_pb2.ShardMap, partition: coordinator_pb2.Partition) -> PartitionSpec:
     where = f"shard map epoch {shard_map.epoch}: partition {partition.partition_id}"
+    if partition.HasField("bucket"):
+        return PartitionSpec(
+            partition_id=partition.partition_id,
+            pieces=(),
+            element=BY_NAME["float32"],
+            bucket=_bucket(where, shard_map, partition.bucket),
+        )
     pieces = []
     dtypes = set()
     for piece in partition.pieces:
@@ -138,3 +164,14 @@ def _partition(shard_map: coordinator_pb2.ShardMap, partition: coordinator_pb2.P
     if len(dtypes) != 1 or not dtypes <= BY_NAME.keys():
         raise InternalError(f"{where} has elements of {', '.join(sorted(dtypes)) or 'no tensor'}, expected one of {', '.join(BY_NAME)}")
     return PartitionSpec(partition_id=partition.partition_id, pieces=tuple(pieces), element=BY_NAME[dtypes.pop()])
+
+
+def _bucket(where: str, shard_map: coordinator_pb2.ShardMap, bucket: coordinator_pb2.Bucket) -> Bucket:
+    if not 0 <= bucket.tensor_index < len(shard_map.tensors) or not shard_map.tensors[bucket.tensor_index].HasField("table"):
+        raise InternalError(f"{where} is a bucket of tensor {bucket.tensor_index}, which is no table")
+    tensor = shard_map.tensors[bucket.tensor_index]
+    spec = TableSpec.of_message(tensor.table)
+    problem = wrong_shape(tuple(tensor.shape)) or spec.contradiction()
+    if problem or not 0 <= bucket.number < spec.buckets:
+        raise InternalError(f"{where} is bucket {bucket.number} of table {tensor.name!r}: {problem or f'it has {spec.buckets}'}")
+    return Bucket(table=tensor.name, rows=tensor.shape[0], dim=tensor.shape[1], number=bucket.number, spec=spec)

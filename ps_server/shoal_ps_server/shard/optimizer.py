@@ -103,7 +103,7 @@ class OptimizerSettings:
         tensors in these groups."""
         declared = SERVER_OPTIMIZERS[self.name]
         return all(
-            _is_calm(values) and declared.growth(values) <= _CALM_GROWTH and not declared.always_tried(values)
+            is_calm(values) and declared.growth(values) <= _CALM_GROWTH and not declared.always_tried(values)
             for values in map(self.at, places)
         )
 
@@ -183,11 +183,12 @@ def optimizer_settings(
     return checked
 
 
-def _is_calm(values: Hyperparameters) -> bool:
+def is_calm(values: Hyperparameters) -> bool:
+    """Whether hyperparameters are such that an update by a gradient of ordinary size cannot come out infinite."""
     return (
         all(value <= _CALM_HYPERPARAMETER for value in values.values())
         and values.get("momentum", 0.0) <= 1
-        and values["lr"] * values["weight_decay"] <= 1
+        and values["lr"] * values.get("weight_decay", 0.0) <= 1
         and values.get("eps", 1.0) >= _CALM_EPS
     )
 

@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 from shoal_common import codecs
 from shoal_common.errors import InvalidRequestError, LimitError, PreconditionError
+from shoal_common.tables.rows import RowsImage
 
 from shoal_ps_server.shard.compensation import BaseValues, compensated
 from shoal_ps_server.shard.encoding import encode_values
@@ -47,6 +48,12 @@ class PartitionImage:
     pulled: Mapping[str, int] = field(default_factory=dict)
     """For delay compensation: member -> version that it pulled last, and, of versions before this one, their values."""
     base_values: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    rows: RowsImage | None = None
+    """The rows of a bucket of a table, which has neither `values` nor `runs`; None: it is none."""
+
+    def settled(self) -> Settled:
+        """Which pushes it has, in dictionaries of their own."""
+        return Settled(sequences=dict(self.sequences), batches=dict(self.batches), left=list(self.left))
 
     def state(self) -> dict[str, torch.Tensor]:
         """The optimizer's tensors, by "RUN:NAME"."""
@@ -128,12 +135,11 @@ class Partition:
     @classmethod
     def restored(cls, image: PartitionImage, optimizer: OptimizerSettings | None) -> Partition:
         """Makes the partition that `image` was taken of. The image's tensors become the partition's own."""
-        settled = Settled(sequences=dict(image.sequences), batches=dict(image.batches), left=list(image.left))
         partition = cls(
             spec=image.spec,
             version=image.version,
             values=image.values,
-            settled=settled,
+            settled=image.settled(),
             largest_at_first=largest_of(image.values),
             bases=BaseValues(pulled=image.pulled, copies=image.base_values),
         )
@@ -255,7 +261,7 @@ class Partition:
                     reason="RESULT_NOT_FINITE",
                 )
 
-    def reserve(self, absent: Collection[int], optimizer: OptimizerSettings) -> None:
+    def reserve(self, gradient: torch.Tensor, absent: Collection[int], optimizer: OptimizerSettings) -> None:
         """Sees that there is memory for what the first push of a piece will make beside the values, and for a copy of them where delay
         compensation may need one.
 

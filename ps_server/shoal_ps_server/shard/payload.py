@@ -1,5 +1,7 @@
 """From the chunks of one upload to a tensor that is known to be sound: size, checksum, only finite numbers. Nothing is applied here.
 
+Of rows of a sparse table the payload is their ids and then their gradients; what is sound is the payload, as bytes.
+
 Each chunk is copied and examined when it comes, while the processor's cache still holds it; and the message that brought it is free again,
 so the next one lands in the same memory. A compressed partition is kept as it comes, and decoded when it is whole.
 """
@@ -8,15 +10,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
 import xxhash
 from shoal_common import codecs
 from shoal_common.errors import CorruptDataError, InvalidRequestError
+from shoal_common.tables.values import Ids, Values, buckets_of
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
-from shoal_ps_server.shard.layout import PartitionSpec
+from shoal_ps_server.shard.layout import Bucket, PartitionSpec
+
+ID_BYTES: Final = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +50,13 @@ class UploadHeader:
     """Positions of the partition's pieces that the payload leaves out, ascending."""
     finished_batches: tuple[int, ...] = ()
     """Keys of batches that the member has finished on all servers."""
+    rows: int = 0
+    """How many rows of a table the payload has gradients for; 0 where the partition is no bucket, too."""
 
     @property
     def length(self) -> int:
         """Elements of the decoded payload."""
-        return self.spec.length_without(self.absent)
+        return self.spec.length_without(self.absent) if self.spec.bucket is None else self.rows * self.spec.bucket.dim
 
 
 class Upload:
@@ -57,8 +65,9 @@ class Upload:
     def __init__(self, header: UploadHeader) -> None:
         self.header = header
         self._compressed = header.codec != pb.CODEC_RAW
-        element = torch.uint8 if self._compressed else header.spec.element.torch
-        self._tensor = torch.empty(header.payload_bytes if self._compressed else header.length, dtype=element)
+        self._as_bytes = self._compressed or header.spec.bucket is not None
+        element = torch.uint8 if self._as_bytes else header.spec.element.torch
+        self._tensor = torch.empty(header.payload_bytes if self._as_bytes else header.length, dtype=element)
         """What comes."""
         self._bytes = np.asarray(bytes_of(self._tensor))
         self._received = 0
@@ -106,13 +115,15 @@ class Upload:
         if self._digest is not None:
             self._digest.update(self._bytes.data[self._received : end])
         self._received = end
-        if not self._compressed:
+        if not self._as_bytes:
             self._look_up_to(end // self.header.spec.element.itemsize)
 
     def values(self) -> torch.Tensor:
-        """All that came, one piece after another; the same tensor each time. Only when nothing is missing.
+        """All that came, one piece after another, or of rows the payload (`split_rows`); the same tensor each time. Only when nothing is
+        missing.
 
-        Raises CorruptDataError / CHECKSUM_MISMATCH, and InvalidRequestError: PAYLOAD_INVALID, or GRADIENT_NOT_FINITE, naming the tensor.
+        Raises CorruptDataError / CHECKSUM_MISMATCH, and InvalidRequestError: PAYLOAD_INVALID, ROWS_INVALID, or GRADIENT_NOT_FINITE, naming
+        the tensor, or the row.
         """
         assert self.missing == 0, "the caller adds every chunk first"
         if self._values is None:
@@ -132,6 +143,15 @@ class Upload:
                 f"{describe(spec)}: the payload's xxh3-64 is {found:#018x}, its header says {self.header.checksum:#018x}; send it again",
                 reason="CHECKSUM_MISMATCH",
             )
+        if spec.bucket is not None:
+            ids, gradients = split_rows(self._tensor, spec.bucket.dim)
+            check_ids(spec, spec.bucket, ids)
+            if (ids[1:] <= ids[:-1]).any():
+                raise _wrong_rows(spec, "the ids of a push: expected each once, in ascending order")
+            self._largest = largest_of(torch.from_numpy(gradients))
+            if not math.isfinite(self._largest):
+                _check_rows_finite(spec, ids, gradients)
+            return self._tensor
         values = self._decoded() if self._compressed else self._tensor
         if self._compressed:
             self._largest = largest_of(values)
@@ -170,11 +190,33 @@ def largest_of(values: torch.Tensor) -> float:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """A contiguous tensor's bytes, where they are, writable."""
+    if not tensor.numel():  # whose strides may be anything
+        return memoryview(bytearray())
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type] # numpy's stubs for 3.11 lack __buffer__
+
+
+def split_rows(payload: torch.Tensor, dim: int) -> tuple[Ids, Values]:
+    """The ids in a payload of rows, and their gradients, `[rows, dim]`, where they lie."""
+    raw = payload.numpy()
+    rows = raw.nbytes // (ID_BYTES + 4 * dim)
+    return raw[: ID_BYTES * rows].view(np.int64), raw[ID_BYTES * rows :].view(np.float32).reshape(rows, dim)
+
+
+def check_ids(spec: PartitionSpec, bucket: Bucket, ids: Ids) -> None:
+    """Raises InvalidRequestError / ROWS_INVALID where an id is not of the table, or not of this bucket."""
+    if bucket.rows and ((ids < 0) | (ids >= bucket.rows)).any():
+        culprit = int(ids[(ids < 0) | (ids >= bucket.rows)][0])
+        raise _wrong_rows(spec, f"id {culprit}: expected 0 to {bucket.rows - 1}, the rows that were declared")
+    elsewhere = buckets_of(ids, bucket.spec.buckets) != bucket.number
+    if elsewhere.any():
+        culprit = int(ids[elsewhere][0])
+        raise _wrong_rows(spec, f"id {culprit} is in another bucket of the table's")
 
 
 def describe(spec: PartitionSpec) -> str:
     """A partition, for people."""
+    if spec.bucket is not None:
+        return f"partition {spec.partition_id} (bucket {spec.bucket.number} of table {spec.bucket.table!r})"
     first, last = spec.pieces[0], spec.pieces[-1]
     if len(spec.pieces) == 1:
         return f"partition {spec.partition_id} (elements {first.offset} to {first.offset + first.length} of tensor {first.tensor!r})"
@@ -190,3 +232,17 @@ def _check_finite(header: UploadHeader, values: torch.Tensor) -> None:
             "nothing of this partition was applied, and its sequence number is still free",
             reason="GRADIENT_NOT_FINITE",
         )
+
+
+def _check_rows_finite(spec: PartitionSpec, ids: Ids, gradients: Values) -> None:
+    culprits = ~np.isfinite(gradients).all(axis=1)
+    if count := int(culprits.sum()):
+        raise InvalidRequestError(
+            f"{describe(spec)}: the gradients of {count} of {len(ids)} rows are NaN or infinite, the first is of id {ids[culprits][0]}; "
+            "nothing of this partition was applied, and its sequence number is still free",
+            reason="GRADIENT_NOT_FINITE",
+        )
+
+
+def _wrong_rows(spec: PartitionSpec, what: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{describe(spec)}: {what}; nothing of this partition was applied", reason="ROWS_INVALID")

@@ -21,6 +21,7 @@ from typing import Final
 import torch
 from shoal_common import codecs
 from shoal_common.errors import PreconditionError, UnavailableError
+from shoal_common.tables.values import Ids
 
 from shoal_ps_server.shard.batches import Batches
 from shoal_ps_server.shard.layout import Layout, PartitionSpec
@@ -28,6 +29,7 @@ from shoal_ps_server.shard.optimizer import OptimizerSettings
 from shoal_ps_server.shard.partition import Partition, PartitionImage
 from shoal_ps_server.shard.payload import Upload, UploadHeader, describe
 from shoal_ps_server.shard.reading import Copies, Reading
+from shoal_ps_server.shard.table_rows import TableRows, new_partition, restored_partition
 
 MOVING_RETRY: Final = timedelta(milliseconds=50)
 """When whoever asked for a partition that is moving asks again: a move takes fractions of a second."""
@@ -96,7 +98,7 @@ class Shard:
         self._admitted_batches = Batches(self.batches.runs())
         """After what was admitted: what the next push is compared with."""
         self._optimizer = optimizer
-        self._partitions = {image.spec.partition_id: Partition.restored(image, optimizer) for image in restored}
+        self._partitions = {image.spec.partition_id: restored_partition(image, optimizer) for image in restored}
         self._frozen: frozenset[int] = frozenset()
         self._copies = Copies()
         self._pushes_applied = 0
@@ -105,7 +107,7 @@ class Shard:
     def adopt(self, layout: Layout) -> None:
         """Makes room for the partitions of a layout; those that are here stay as they are."""
         for partition_id, spec in layout.partitions.items():
-            self._partitions.setdefault(partition_id, Partition(spec=spec))
+            self._partitions.setdefault(partition_id, new_partition(spec))
 
     @property
     def frozen(self) -> frozenset[int]:
@@ -129,7 +131,7 @@ class Shard:
     def put(self, image: PartitionImage) -> None:
         """Adds a partition as another server had it; the image's tensors become its own."""
         assert image.spec.partition_id not in self._partitions, "one server has it"
-        self._partitions[image.spec.partition_id] = Partition.restored(image, self._optimizer)
+        self._partitions[image.spec.partition_id] = restored_partition(image, self._optimizer)
 
     def check_open(self, spec: PartitionSpec) -> None:
         """Raises UnavailableError / PARTITION_MOVING for a partition that is frozen, and PreconditionError / STALE_SHARD_MAP for one that
@@ -205,7 +207,7 @@ class Shard:
         gradient, base = None, 0
         if not duplicate:
             gradient = upload.values()
-            partition.reserve(header.absent, self._optimizer)
+            partition.reserve(gradient, header.absent, self._optimizer)
             if self._optimizer.delay_compensation and partition.bases.pulled.get(header.member_id) == header.base_version:
                 base = header.base_version
             if self.needs_trial(upload):
@@ -324,6 +326,12 @@ class Shard:
             yield reading
         finally:
             partition.readings.discard(reading)
+
+    def read_rows(self, partition_id: int, ids: Ids) -> Reading:
+        """Rows of a bucket as they are now, to be read in pieces."""
+        partition = self._partitions[partition_id]
+        assert isinstance(partition, TableRows), "the request was checked against the layout"
+        return partition.read_rows(ids, self._copies)
 
     def image(self, partition_id: int) -> PartitionImage | None:
         """A copy of a partition for a snapshot or another server; None without values, or when it is not held."""

@@ -12,18 +12,20 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
+from shoal_common.tables.declaration import TableSpec
+
 from shoal_ps_server.configuration import Configuration
 from shoal_ps_server.consistency.clocks import Clocks, Consistency, ConsistencyMode, MemberClock
 from shoal_ps_server.consistency.fence import Fence
 from shoal_ps_server.shard.dtypes import BY_NAME
-from shoal_ps_server.shard.layout import Layout, PartitionSpec, Piece
+from shoal_ps_server.shard.layout import Bucket, Layout, PartitionSpec, Piece
 from shoal_ps_server.shard.optimizer import OptimizerSettings, ParameterGroup, optimizer_settings
 from shoal_ps_server.shard.partition import PartitionImage
 from shoal_ps_server.storage.moves import Leaving, Taken
 
-FORMAT_VERSION: Final = 5
+FORMAT_VERSION: Final = 6
 """Grows when an older release could not read the file: 2 has a journal beside it, in 3 a partition has pieces of several tensors, in 4
-pieces know their rows, and in 5 partitions may be on their way between servers."""
+pieces know their rows, in 5 partitions may be on their way between servers, and in 6 they may be buckets of tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,19 +158,22 @@ def layout_from_json(value: Mapping[str, Any]) -> Layout:
 
 
 def spec_to_json(spec: PartitionSpec) -> list[Any]:
-    """Plain JSON values."""
-    return [spec.partition_id, spec.element.name, [[piece.tensor, piece.offset, piece.length, piece.row] for piece in spec.pieces]]
+    """Plain JSON values; of a bucket of a table one more."""
+    pieces = [[piece.tensor, piece.offset, piece.length, piece.row] for piece in spec.pieces]
+    bucket = [] if spec.bucket is None else [_bucket_to_json(spec.bucket)]
+    return [spec.partition_id, spec.element.name, pieces, *bucket]
 
 
 def spec_from_json(value: Sequence[Any]) -> PartitionSpec:
     """The inverse. Raises as `state_from_json`."""
-    number, dtype, pieces = value
+    number, dtype, pieces, *bucket = value
     return PartitionSpec(
         partition_id=int(number),
         pieces=tuple(
             Piece(tensor=str(tensor), offset=int(offset), length=int(length), row=int(row)) for tensor, offset, length, row in pieces
         ),
         element=BY_NAME[dtype],
+        bucket=_bucket_from_json(bucket[0]) if bucket else None,
     )
 
 
@@ -224,6 +229,15 @@ def members_from_json(value: Mapping[str, Any]) -> Members:
 def dumps(value: Mapping[str, Any]) -> str:
     """The one spelling of a value, so that a digest of it can be compared."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _bucket_to_json(bucket: Bucket) -> list[Any]:
+    return [bucket.table, bucket.rows, bucket.dim, bucket.number, bucket.spec.to_json()]
+
+
+def _bucket_from_json(value: Sequence[Any]) -> Bucket:
+    table, rows, dim, number, spec = value
+    return Bucket(table=str(table), rows=int(rows), dim=int(dim), number=int(number), spec=TableSpec.from_json(spec))
 
 
 def _optimizer_to_json(settings: OptimizerSettings) -> dict[str, Any]:

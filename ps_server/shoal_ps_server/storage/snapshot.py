@@ -1,10 +1,11 @@
 """A snapshot on disk: a safetensors file that any tool can open, written under a temporary name, synced, and renamed into place.
 
 Tensors are named `PARTITION:values`, `PARTITION:state:RUN:NAME` and `PARTITION:base:VERSION` (of earlier versions, for delay
-compensation), with `taken:` or `coming:` before that where another server handed them over; which pieces a run has is in the metadata. That
-has three entries: `format` says whose file it is, `shoal` is the JSON of image.py with each tensor's xxh3-64, `xxh3` is the xxh3-64 of that
-JSON. The file is written by hand, since the library's writer would hold all of it in memory once more, and read by the library, whose
-parser is strict.
+compensation), and of a bucket of a table `PARTITION:rows:ids`, `PARTITION:rows:values`, `PARTITION:rows:updated_at` and
+`PARTITION:rows:state:NAME`, with `taken:` or `coming:` before that where another server handed them over; which pieces a run has is in the
+metadata. That has three entries: `format` says whose file it is, `shoal` is the JSON of image.py with each tensor's xxh3-64, `xxh3` is the
+xxh3-64 of that JSON. The file is written by hand, since the library's writer would hold all of it in memory once more, and read by the
+library, whose parser is strict.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 from shoal_common.errors import CorruptDataError, ShoalError
 from shoal_common.failpoints import failpoint
+from shoal_common.tables.rows import Rows, RowsImage
 from shoal_common.wire import checksum
 
-from shoal_ps_server.shard.layout import PartitionSpec
+from shoal_ps_server.shard.layout import Bucket, PartitionSpec
 from shoal_ps_server.shard.optimizer import OptimizerSettings
 from shoal_ps_server.shard.partition import PartitionImage
 from shoal_ps_server.shard.payload import bytes_of
@@ -43,7 +47,13 @@ _OLDEST_READABLE: Final = 4
 _TAKEN: Final = "taken:"
 _COMING: Final = "coming:"
 
-_SAFETENSORS_NAMES: Final = {torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torch.bfloat16: "BF16"}
+_SAFETENSORS_NAMES: Final = {
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+}
 _DTYPES: Final = {name: dtype for dtype, name in _SAFETENSORS_NAMES.items()}
 
 
@@ -161,7 +171,14 @@ def _taken_from(
 def _named(partition: PartitionImage, prefix: str = "") -> dict[str, torch.Tensor]:
     number = f"{prefix}{partition.spec.partition_id}"
     state = {f"{number}:state:{name}": tensor for name, tensor in partition.state().items()}
+    if partition.rows is not None:
+        return {f"{number}:rows:{name}": torch.from_numpy(array) for name, array in _arrays(partition.rows).items()}
     return {f"{number}:values": partition.values} | state | {f"{number}:base:{v}": tensor for v, tensor in partition.base_values.items()}
+
+
+def _arrays(rows: RowsImage) -> dict[str, npt.NDArray[Any]]:
+    state = {f"state:{name}": array for name, array in rows.state.items()}
+    return {"ids": rows.ids, "values": rows.values, "updated_at": rows.updated_at, **state}
 
 
 def _metadata(image: ServerImage) -> dict[str, str]:
@@ -237,6 +254,8 @@ def _partition(
         if f"{checksum(bytes_of(tensor)):016x}" != digest:
             raise ValueError(f"tensor {name!r} fails its checksum")
         tensors[name.removeprefix(prefix)] = tensor
+    if spec.bucket is not None:
+        return _bucket(spec, spec.bucket, entry, tensors)
     values = tensors.pop(f"{spec.partition_id}:values")
     _check_shape(spec, "values", values, spec.length, spec.element.torch)
     base_values = {int(version): tensors.pop(f"{spec.partition_id}:base:{version}") for version in entry["base_values"]}
@@ -258,6 +277,37 @@ def _partition(
         left=[int(batch) for batch in entry["left"]],
         pulled={str(member): int(version) for member, version in entry["pulled"].items()},
         base_values=base_values,
+    )
+
+
+def _bucket(spec: PartitionSpec, bucket: Bucket, entry: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> PartitionImage:
+    """A bucket of a table."""
+    prefix = f"{spec.partition_id}:rows:"
+    arrays = {name.removeprefix(prefix): tensor.numpy() for name, tensor in tensors.items()}
+    begun = Rows(bucket.spec, bucket.dim)
+    count = len(arrays["ids"])
+    expected = {
+        "ids": ((count,), np.int64),
+        "values": ((count, bucket.dim), np.float32),
+        "updated_at": ((count,), np.int64),
+        **{f"state:{name}": ((count, *begun.state_shape(name)), np.float32) for name in begun.state_names},
+    }
+    if {name: (array.shape, array.dtype.type) for name, array in arrays.items()} != expected:
+        raise ValueError(f"the rows of partition {spec.partition_id} are not what the layout says")
+    return PartitionImage(
+        spec=spec,
+        version=int(entry["version"]),
+        values=torch.empty(0),
+        runs=(),
+        sequences={str(member): int(sequence) for member, sequence in entry["sequences"].items()},
+        batches={str(member): int(batch) for member, batch in entry["batches"].items()},
+        left=[int(batch) for batch in entry["left"]],
+        rows=RowsImage(
+            ids=arrays["ids"],
+            values=arrays["values"],
+            state={name: arrays[f"state:{name}"] for name in begun.state_names},
+            updated_at=arrays["updated_at"],
+        ),
     )
 
 

@@ -71,6 +71,7 @@ def explained(error: Any) -> Outcome:
 SCALARS: dict[int, st.SearchStrategy[Any]] = {
     FieldDescriptor.CPPTYPE_INT32: st.integers(1, 9) | st.integers(0, 1) | st.integers(-(2**31), 2**31 - 1),
     FieldDescriptor.CPPTYPE_INT64: st.integers(1, 9) | st.integers(0, 1) | st.integers(-(2**63), 2**63 - 1),
+    FieldDescriptor.CPPTYPE_UINT64: st.integers(0, 2**64 - 1),
     FieldDescriptor.CPPTYPE_DOUBLE: st.floats() | st.just(math.nan),
     FieldDescriptor.CPPTYPE_BOOL: st.booleans(),
     FieldDescriptor.CPPTYPE_ENUM: st.integers(0, 9),
@@ -106,6 +107,9 @@ def fill(draw: st.DrawFn, message: Any, field: FieldDescriptor) -> None:
     if field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
         value = draw(messages(field.message_type))
         target = getattr(message, field.name)
+        if field.message_type.GetOptions().map_entry:
+            target[value.key] = value.value
+            return
         (target.add() if field.is_repeated else target).CopyFrom(value)
         return
     if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
@@ -162,6 +166,7 @@ GOOD_JOIN = {"job_id": JOB, "member_id": "m", "host": "h", "pid": 1}
 GOOD_LEASE = {"job_id": JOB, "member_id": "m", "loader": "l", "batches_in_epoch": 4, "want": 1}
 GOOD_SERVER = {"job_id": JOB, "server_id": "s", "address": "h:1", "host": "h", "pid": 1}
 GOOD_TENSOR = {"name": "w", "shape": [2], "dtype": "float32"}
+GOOD_TABLE = pb.TableSpec(buckets=4, initializer="zeros", optimizer="sgd")
 
 
 @pytest.mark.parametrize(
@@ -287,6 +292,24 @@ def test_a_session_must_begin_with_its_introduction(channel: grpc.Channel) -> No
             pb.DeclareTensorsRequest(job_id=JOB, tensors=[pb.TensorSpec(**{**GOOD_TENSOR, "shape": [1 << 62]})]),
             "RESOURCE_EXHAUSTED",
             "TENSORS_LIMIT",
+        ),
+        (
+            "DeclareTensors",
+            pb.DeclareTensorsRequest(job_id=JOB, tensors=[pb.TensorSpec(name="t", shape=[0, 8], dtype="float32", table=pb.TableSpec())]),
+            "INVALID_ARGUMENT",
+            "REQUEST_INVALID",
+        ),
+        (
+            "DeclareTensors",
+            pb.DeclareTensorsRequest(job_id=JOB, tensors=[pb.TensorSpec(name="t", shape=[8], dtype="float32", table=GOOD_TABLE)]),
+            "INVALID_ARGUMENT",
+            "REQUEST_INVALID",
+        ),
+        (
+            "DeclareTensors",
+            pb.DeclareTensorsRequest(job_id=JOB, tensors=[pb.TensorSpec(name="t", shape=[0, 8], dtype="float64", table=GOOD_TABLE)]),
+            "INVALID_ARGUMENT",
+            "REQUEST_INVALID",
         ),
         ("GetShardMap", pb.GetShardMapRequest(job_id=JOB), "FAILED_PRECONDITION", "TENSORS_UNDECLARED"),
     ],

@@ -53,6 +53,24 @@ def test_tensors_are_laid_out_when_all_servers_are_there(make_job: MakeJob, make
     assert conflict.value.reason == "TENSORS_CONFLICT"
 
 
+def test_a_table_is_laid_out_in_buckets_over_all_servers(make_job: MakeJob, make_server: MakeServer) -> None:
+    job = make_job(parameter_servers=2)
+    for name in ("s0", "s1"):
+        make_server(job, name).told("welcome")
+    table = pb.TableSpec(buckets=4, seed=2**64 - 1, initializer="normal", scale=0.5, optimizer="sparse_adam", hyperparameters={"lr": 0.5})
+    declared = [*TENSORS, pb.TensorSpec(name="users", shape=[0, 8], dtype="float32", table=table)]
+    shard_map = job.client.declare_tensors(job.job_id, declared).shard_map
+    found = [(p.bucket.tensor_index, p.bucket.number, p.primary) for p in shard_map.partitions if p.HasField("bucket")]
+    assert found == [(2, 0, 0), (2, 1, 1), (2, 2, 0), (2, 3, 1)]
+    told = shard_map.tensors[2].table
+    assert (told.seed, told.hyperparameters["lr"], told.hyperparameters["beta1"]) == (2**64 - 1, 0.5, 0.9)
+    assert job.client.get_shard_map(job.job_id).shard_map == shard_map
+    declared[-1].table.seed = 3
+    with pytest.raises(PreconditionError, match="table 'users'") as conflict:
+        job.client.declare_tensors(job.job_id, declared)
+    assert conflict.value.reason == "TENSORS_CONFLICT"
+
+
 def test_a_lost_server_keeps_its_place_for_its_return(make_job: MakeJob, make_server: MakeServer) -> None:
     job = make_job(parameter_servers=1)
     server = make_server(job, "s0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -121,3 +122,21 @@ def test_without_the_services_distributions_there_is_one_clear_error(monkeypatch
             shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy="async_sgd")
     finally:
         set_session(None)
+
+
+def test_the_example_of_sparse_tables_runs(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "sparse-tables.md").read_text()
+    (example,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    path = tmp_path / "train.py"
+    path.write_text(example)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=tmp_path,
+        env={**environment, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
+    )
+    assert ended.returncode == 0, ended.stderr

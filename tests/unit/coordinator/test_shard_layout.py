@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
+
 import hypothesis.strategies as st
 from hypothesis import given
+from shoal_common.tables.declaration import TableSpec
 from shoal_coordinator.membership.shards import (
     ITEM_BYTES,
     LARGEST_PIECE_BYTES,
@@ -13,6 +17,7 @@ from shoal_coordinator.membership.shards import (
     count_pieces,
     lay_out,
 )
+from shoal_coordinator.state import codec
 
 tensors = st.lists(
     st.builds(
@@ -25,6 +30,8 @@ tensors = st.lists(
     ).filter(lambda tensor: tensor.elements < 1 << 26),
     max_size=30,
 )
+
+TABLE = TableSpec.with_defaults(buckets=16, seed=1, initializer="zeros", scale=0.0, optimizer="sgd", hyperparameters={})
 
 
 def size_of(layout: ShardLayout, partition: Partition) -> int:
@@ -114,3 +121,25 @@ def test_what_is_trained_beside_a_large_frozen_model_is_spread_over_all_servers(
 def test_tensors_that_are_to_be_apart_share_no_partition() -> None:
     model = [TensorSpec(name=f"layer{i}", shape=(8,), dtype="float32", apart=True) for i in range(5)]
     assert [len(partition.pieces) for partition in lay_out(model, range(2)).partitions] == [1] * 5
+
+
+def test_tables_are_spread_in_buckets_behind_the_dense_tensors() -> None:
+    tensors = [
+        TensorSpec(name="users", shape=(0, 16), dtype="float32", table=TABLE),
+        TensorSpec(name="weight", shape=(10,), dtype="float32"),
+        TensorSpec(name="items", shape=(10**9, 64), dtype="float32", table=TABLE),
+    ]
+    layout = lay_out(tensors, range(3))
+    assert count_pieces(tensors) == 33
+    assert [partition.bucket for partition in layout.partitions[:1]] == [None]
+    buckets = [partition.bucket for partition in layout.partitions[1:]]
+    assert [(each.tensor_index, each.number) for each in buckets if each is not None] == [(0, n) for n in range(16)] + [
+        (2, n) for n in range(16)
+    ]
+    assert sorted(Counter(partition.primary for partition in layout.partitions[1:]).values()) == [10, 11, 11]
+    assert not any(partition.pieces for partition in layout.partitions[1:])
+    assert not any(layout.is_frozen(partition) for partition in layout.partitions)
+    assert set(layout.sizes[1:]) == {LARGEST_PIECE_BYTES}
+    small = TensorSpec(name="small", shape=(1000, 4), dtype="float32", table=TABLE)
+    assert lay_out([small], range(1)).sizes == (1000,) * 16
+    assert codec._parse_layout(json.loads(json.dumps(codec._layout(layout)))) == layout

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from shoal_common.tables.declaration import TableSpec
+from shoal_common.tables.wire import pushed_payload
 from shoal_common.wire import checksum
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.shard.dtypes import BY_NAME
-from shoal_ps_server.shard.layout import Layout, PartitionSpec, Piece
+from shoal_ps_server.shard.layout import Bucket, Layout, PartitionSpec, Piece
 from shoal_ps_server.shard.optimizer import OptimizerSettings, optimizer_settings
 from shoal_ps_server.shard.payload import Upload, UploadHeader, bytes_of
 from shoal_ps_server.shard.shard import Shard
@@ -79,6 +82,51 @@ class Make:
         upload = Upload(header)
         for start, end in pairwise(edges):
             upload.add(memoryview(data)[start:end])
+        return upload
+
+    def bucket(self, partition_id: int = 0, *, dim: int = 4, rows: int = 0, number: int = 0, **table: Any) -> PartitionSpec:
+        """A bucket of a table, the only one unless `buckets` says otherwise. `table`: fields of its specification."""
+        defaults = {"buckets": 1, "seed": 7, "initializer": "normal", "scale": 0.1, "optimizer": "adagrad", "hyperparameters": {"lr": 0.1}}
+        spec = TableSpec.with_defaults(**{**defaults, **table})
+        assert spec.contradiction() == ""
+        return PartitionSpec(
+            partition_id=partition_id,
+            pieces=(),
+            element=BY_NAME["float32"],
+            bucket=Bucket(table="users", rows=rows, dim=dim, number=number, spec=spec),
+        )
+
+    def rows(
+        self,
+        ids: Sequence[int],
+        gradients: Any = 1.0,
+        spec: PartitionSpec | None = None,
+        *,
+        member: str = "a",
+        sequence: int = 1,
+        base_version: int = 1,
+        batch: int = 0,
+    ) -> Upload:
+        """A push of rows. `gradients`: `[len(ids), dim]`, or what all of it is."""
+        spec = spec or self.bucket()
+        assert spec.bucket is not None
+        given = np.broadcast_to(np.asarray(gradients, np.float32), (len(ids), spec.bucket.dim))
+        data = pushed_payload(np.asarray(ids, np.int64).reshape(-1), given)
+        header = UploadHeader(
+            spec=spec,
+            member_id=member,
+            generation=1,
+            sequence=sequence,
+            base_version=base_version,
+            clock=sequence,
+            codec=pb.CODEC_RAW,
+            payload_bytes=data.nbytes,
+            checksum=checksum(data),
+            batch=batch,
+            rows=len(ids),
+        )
+        upload = Upload(header)
+        upload.add(data)
         return upload
 
     def sgd(self, **hyperparameters: float) -> OptimizerSettings:

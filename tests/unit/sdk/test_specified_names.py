@@ -135,6 +135,8 @@ def test_the_configuration_has_its_presets() -> None:
         "launch",
         "device",
         "StepStatus",
+        "SparseEmbedding",
+        "SparseEmbeddingBag",
         "OptimizationInputData",
         "OptimizationResult",
     ],

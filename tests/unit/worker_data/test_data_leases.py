@@ -1,6 +1,7 @@
 """Leased batches: first come first served, one RPC a step, a dead member's dealt again, none handed out twice to one member."""
 
 import pytest
+import torch
 from shoal_common.errors import UnavailableError
 from shoal_worker.data.loader import ElasticDataLoader
 from shoal_worker.data.record import audit
@@ -184,3 +185,41 @@ def test_data_workers_go_on_after_they_ran_dry(alone, coordinator):
     assert next(iterator).tolist() == [6, 7, 8]
     loader.committed(alone.placement)
     assert next(iterator).tolist() == [3, 4, 5]
+
+
+def test_the_batch_after_the_one_at_hand_is_known_where_it_is_leased_ahead(alone):
+    loader = make(look_ahead=True)
+    assert loader.peek() is None
+    seen, peeked = [], []
+    for batch in loader:
+        upcoming = loader.peek()
+        assert upcoming is loader.peek()
+        seen.append(batch.tolist())
+        peeked.append(None if upcoming is None else upcoming.tolist())
+        loader.committed(alone.placement)
+    assert seen == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
+    assert peeked == [*seen[1:], None]
+
+
+def test_without_looking_ahead_nobody_knows_the_next_batch(alone):
+    loader = make()
+    next(iter(loader))
+    assert loader.peek() is None
+
+
+def test_a_peeked_batch_is_made_once_and_leaves_the_random_numbers_as_they_are(alone):
+    made = []
+
+    def collate(samples):
+        made.append(samples)
+        return torch.rand(1)
+
+    loader = make(look_ahead=True, collate_fn=collate)
+    expected = None
+    for batch in loader:
+        assert expected is None or torch.equal(batch, expected)
+        before = torch.get_rng_state()
+        expected = loader.peek()
+        assert torch.equal(torch.get_rng_state(), before)
+        loader.committed(alone.placement)
+    assert made == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]

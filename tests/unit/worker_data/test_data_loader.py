@@ -398,3 +398,19 @@ def test_a_loader_meets_each_session_once(session):
         assert other.said("register") == [("register", "loader")]
     with session.current():
         pass
+
+
+def test_the_batch_after_the_one_at_hand_can_be_looked_at(make_rank):
+    ranks = [make_rank(lambda: loader_of(12), Placement(generation=1, rank=r, world_size=2)) for r in range(2)]
+    for expected in ([4, 5], [6, 7]), ([8, 9], [10, 11]), (None, None):
+        for rank, upcoming in zip(ranks, expected, strict=True):
+            rank.take()
+            found = rank.loader.peek()
+            assert (None if found is None else found.tolist()) == upcoming
+        for rank in ranks:
+            rank.commit()
+
+
+def test_an_evaluation_has_no_next_batch():
+    with pytest.raises(ConfigurationError, match="has no steps"):
+        ElasticDataLoader([1, 2], batch_size=1, train=False).peek()

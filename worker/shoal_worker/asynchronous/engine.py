@@ -12,6 +12,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
 import torch
@@ -26,6 +27,7 @@ from shoal_worker.asynchronous.options import AsyncOptions, Revision, ServerOpti
 from shoal_worker.asynchronous.outer_steps import Round, RoundLeases
 from shoal_worker.asynchronous.own_cluster import OwnCluster
 from shoal_worker.asynchronous.servers import ParameterServers
+from shoal_worker.asynchronous.tables import PushedRows, Tables
 from shoal_worker.asynchronous.tensors import HostTensor, Iteration, check_gradients, gradients
 from shoal_worker.elastic.loader_interface import Leases, StepSource, StepStatus, StopTraining
 from shoal_worker.elastic.membership import Membership
@@ -72,6 +74,17 @@ class AsyncEngine(Engine):
         """The job had begun when this worker came."""
         self._placed = False
         """The first loader knows which epoch the others are in."""
+        self._tables = Tables(self.module)
+        if self._tables and self._async_options.in_step:
+            raise ConfigurationError(
+                'consistency="bsp" with sparse tables: their rows are looked up within the step, and nobody waits until all have been; '
+                'use "asp" or "ssp"'
+            )
+        if self._tables and self._async_options.inner_steps:
+            raise ConfigurationError(
+                f"inner_steps={self._async_options.inner_steps} with sparse tables: their rows are on the servers, which take a step of "
+                "theirs with each push; leave inner_steps out"
+            )
         check_trains(self.module)
         if any(buffer.is_meta for buffer in self.module.buffers()):
             raise ConfigurationError(
@@ -110,12 +123,13 @@ class AsyncEngine(Engine):
             job = self._open_job()
             if options.inner_steps:
                 self._leases = self._round_leases = RoundLeases(self._leases, steps=options.inner_steps)
-            shard_map = job.declare([tensor.spec for tensor in self._tensors])
+            shard_map = job.declare([*(tensor.spec for tensor in self._tensors), *self._tables.specs()])
             self._schedule.check_layout(shard_map)
             self._servers = ParameterServers(
                 job, shard_map, self._tensors, self._schedule, self._async_options, self._own.metrics, self.config.compressor
             )
             self._servers.configure()
+            self._tables.connect(job, shard_map, patience=self._async_options.server_timeout, stopped=self._stopped)
         except StopTraining as stop:
             self._leave()
             self._own.give_up_step(stop)
@@ -201,6 +215,7 @@ class AsyncEngine(Engine):
         self._leases.close()
         if self._handover is not None:
             self._handover.close()
+        self._tables.close()
         if self._servers is not None:
             self._servers.close()
         if self._own_cluster is not None:
@@ -223,6 +238,11 @@ class AsyncEngine(Engine):
         loss.backward()
         return loss.detach()
 
+    def zero_grad(self, clear: Callable[[], None]) -> None:
+        """See `Engine`."""
+        clear()
+        self._tables.drop_gradients()
+
     def synchronize_gradients(self) -> None:
         """Nothing to do: each worker's gradient is pushed by itself, in `optimizer.step()`."""
 
@@ -236,6 +256,10 @@ class AsyncEngine(Engine):
     def finish_step(self, update: Callable[[], None], *, scaled: bool, inspected: bool) -> StepStatus:
         """See `Engine`: an iteration of this worker alone, or a step of its round. LOST when the run ended while the job stood still for
         want of workers, or where the step's loop was left within a round; else COMMITTED. Raises as `exchange`."""
+        if (scaled or inspected) and self._tables:
+            raise ConfigurationError(
+                "a GradScaler with sparse tables: it does not see the gradients of their rows; train in float32 or bfloat16, without it"
+            )
         self._check_round()
         try:
             return super().finish_step(update, scaled=scaled, inspected=inspected)
@@ -245,7 +269,7 @@ class AsyncEngine(Engine):
     def step_optimizer(self, *, usable: bool) -> None:
         """See `Engine`: the servers step. With inner steps this worker does, and the servers with the last of a round."""
         if self._round is None:
-            self.exchange(self._gradients() if usable else {})
+            self.exchange(self._gradients() if usable else {}, self._tables.pushes() if usable else {})
         else:
             self._take_inner_step(self._round, usable=usable)
 
@@ -336,9 +360,9 @@ class AsyncEngine(Engine):
             self._round.end()
         self._push_round(self._round)
 
-    def exchange(self, sent: Mapping[str, torch.Tensor]) -> None:
-        """Ends an iteration: pushes gradients, by the tensors' names, and pulls what all workers have reached. Pushes nothing where there
-        are none.
+    def exchange(self, sent: Mapping[str, torch.Tensor], rows: Mapping[int, PushedRows] = MappingProxyType({})) -> None:
+        """Ends an iteration: pushes gradients, by the tensors' names, and rows of tables, by partition, and pulls what all workers have
+        reached. Pushes nothing where there are none.
 
         Raises:
             DeadlineError (SERVER_AWAY): a server was away for longer than `server_timeout`.
@@ -349,13 +373,14 @@ class AsyncEngine(Engine):
         step = self._session.step
         source = step.source if step is not None else None
         batch = self._leases.at_hand(source.name) if source is not None else 0
-        iteration = Iteration(clock=clock, revision=self.look_at_schedule(), gradients=sent, pull=pull, batch=batch)
+        iteration = Iteration(clock=clock, revision=self.look_at_schedule(), gradients=sent, pull=pull, batch=batch, rows=rows)
         pushed = self._require_servers().exchange(iteration)
         failpoint("exchange.done")
+        self._tables.drop_gradients()
         self._clock = clock
         if step is not None:
             step.known = pushed.known
-        if sent:
+        if sent or rows:
             self._own.progress.pushed(pushed.staleness)
         if self._rests_after_push:
             self._rests_after_push = False
@@ -498,6 +523,7 @@ class AsyncEngine(Engine):
         """See `TrainingEngine`."""
         for parameter in self.module.parameters():
             parameter.grad = None
+        self._tables.drop_gradients()
 
     def commit_step(self) -> None:
         """See `TrainingEngine`: buffers are this worker's own."""
@@ -538,6 +564,10 @@ class AsyncEngine(Engine):
         super().load_full(tensors)
 
     # ----------------------------------------------------------------------------------------------------------- invariants
+
+    def _stopped(self, stop: StopTraining) -> None:
+        """The run ended while this worker waited for rows of a table."""
+        self._own.give_up_step(stop)
 
     def _check_not_started(self, what: str) -> None:
         if self._started:

@@ -6,7 +6,7 @@ partition's entry belongs to the thread that speaks to the server that has it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shoal_protos.v1 import parameter_server_pb2 as pb
@@ -61,6 +61,11 @@ class Ledger:
             entry = self._entries[result.partition_id]
             entry.acknowledged += 1
             entry.doubt = None
+
+    def computed_on(self, versions: Mapping[int, int]) -> None:
+        """The next gradients of these partitions are of these versions."""
+        for partition_id, version in versions.items():
+            self._entries[partition_id].base = version
 
     def pulled(self, headers: Iterable[pb.PullHeader]) -> None:
         """This worker has these versions now."""

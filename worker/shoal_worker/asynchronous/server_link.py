@@ -41,6 +41,7 @@ from shoal_worker.asynchronous.delivery import Delivery, ShardMapChanged
 from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.ledger import Ledger
 from shoal_worker.asynchronous.options import AsyncOptions, Revision, ServerOptimizer
+from shoal_worker.asynchronous.tables import PushedRows
 from shoal_worker.asynchronous.tensors import Iteration, Partition, Payload, Payloads, PulledValues, ServerShare, tensor_bytes
 
 _log = logging.getLogger(__name__)
@@ -184,7 +185,10 @@ class ServerLink:
         iteration = delivery.iteration
         if iteration.revision.number > self._revision.number:
             self._insist("SetHyperparameters", lambda: self._set_hyperparameters(iteration.revision))
-        wanted = [each for each in self._trained if any(piece.tensor.name in iteration.gradients for piece in each.pieces)]
+        wanted: list[Partition | PushedRows] = [
+            each for each in self._trained if any(piece.tensor.name in iteration.gradients for piece in each.pieces)
+        ]
+        wanted += [each for number, each in iteration.rows.items() if number in self._share.buckets]
         pushed = [each for each in wanted if each.partition_id not in delivery.acknowledged]
         if pushed:
             self._prepare(pushed, delivery)
@@ -193,21 +197,24 @@ class ServerLink:
             self._payloads.settle((each.partition_id for each in answer), applied=applied)
             delivery.acknowledged.update({each.partition_id: each for each in answer})
         self._clock = iteration.clock
-        if iteration.pull:
+        if iteration.pull and self._trained:
             self.pull_in_turn(delivery.pulled)
-        elif not pushed:
+        elif self._takes_part and not pushed:
             self.advance_clock(iteration.clock)
 
-    def _prepare(self, pushed: Sequence[Partition], delivery: Delivery) -> None:
+    def _prepare(self, pushed: Sequence[Partition | PushedRows], delivery: Delivery) -> None:
         """Makes the payloads, once it is known what became of pushes that were given up before."""
         new = [each for each in pushed if each.partition_id not in delivery.payloads]
         batch = delivery.iteration.batch
+        self._ledger.computed_on({each.partition_id: each.version for each in new if isinstance(each, PushedRows)})
         doubtful = {each.partition_id: doubt == batch for each in new if (doubt := self._ledger.doubt(each.partition_id)) is not None}
         if doubtful:
             delivery.there.update(self._insist("GetServer", lambda: self._look_back(doubtful)))
         self._ledger.begun((each.partition_id for each in new), batch)
         for each in new:
-            delivery.payloads[each.partition_id] = self._payloads.gradient(each, delivery.iteration)
+            delivery.payloads[each.partition_id] = (
+                self._payloads.rows(each) if isinstance(each, PushedRows) else self._payloads.gradient(each, delivery.iteration)
+            )
 
     def finished(self, batch: int) -> None:
         """Every push of the batch with this key was acknowledged, on all servers."""
@@ -235,7 +242,7 @@ class ServerLink:
         """This worker, which has finished `clock` iterations, takes part from now on, and others may wait for it. None: nothing is trained
         on this server."""
         self._clock = clock
-        if not self._trained:
+        if not self._takes_part:
             return None
         self.advance_clock(clock)
         state = self._insist("GetServer", lambda: self._client.get_server(member_id=self._job.member_id))
@@ -250,8 +257,13 @@ class ServerLink:
 
     def rest(self) -> None:
         """Nobody need wait for this worker until it enters again."""
-        if self._trained:
+        if self._takes_part:
             self._tell(_LARGEST_CLOCK)
+
+    @property
+    def _takes_part(self) -> bool:
+        """Something is trained on this server."""
+        return bool(self._trained or self._share.buckets)
 
     def _tell(self, clock: int, *, has_read: bool = False, place: int = 0) -> None:
         def tell() -> None:
@@ -308,10 +320,13 @@ class ServerLink:
             return []
         return self._client.initialize(self._outgoing(self._payloads.values(partitions)), deadline=self._stream_deadline)
 
-    def _push(self, partitions: Sequence[Partition], payloads: Iterable[Payload], iteration: Iteration) -> list[pb.PartitionResult]:
+    def _push(
+        self, partitions: Sequence[Partition | PushedRows], payloads: Iterable[Payload], iteration: Iteration
+    ) -> list[pb.PartitionResult]:
         told = tuple(self._finished_batches)
         outgoing = self._outgoing(payloads, clock=iteration.clock, batch=iteration.batch, finished=told)
-        results = self._client.push(outgoing, deadline=self._stream_deadline)
+        rows_s = sum(each.data.nbytes for each in partitions if isinstance(each, PushedRows)) / _SLOWEST_BYTES_PER_S
+        results = self._client.push(outgoing, deadline=self._stream_deadline + timedelta(seconds=rows_s))
         if [result.partition_id for result in results] != [partition.partition_id for partition in partitions]:
             raise InternalError(f"server {self._share.index} acknowledged other partitions than were pushed")
         failpoint("exchange.server_answered")
@@ -338,6 +353,7 @@ class ServerLink:
                 payload_bytes=payload.data.nbytes,
                 checksum=checksum(payload.data),
                 absent_pieces=payload.absent,
+                rows=payload.rows,
             )
             if clock is not None:
                 header.sequence, header.base_version = self._ledger.next_push(partition.partition_id)
@@ -502,7 +518,8 @@ class ServerLink:
                     _log.warning("server %d came back without values: it got this worker's; its optimizer state is lost", self._share.index)
                 state = self._look()
             # One that has not heard yet that some of its partitions have moved says what it knows of these, too.
-            self._rewind(each for each in state.partitions if each.partition_id in self._partitions)
+            own = self._partitions.keys() | set(self._share.buckets)
+            self._rewind(each for each in state.partitions if each.partition_id in own)
 
     def _look_back(self, doubtful: Mapping[int, bool]) -> frozenset[int]:
         """Finds out which of these partitions have a push that was given up. The value: what is pushed next is the same batch, under the

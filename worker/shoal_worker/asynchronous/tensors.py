@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 from torch import nn
 
 from shoal_worker.asynchronous.options import Revision
+from shoal_worker.asynchronous.tables import PushedRows, buckets_of_servers
 from shoal_worker.compression.base import GradientCompressor
 from shoal_worker.compression.pushes import CompressedPushes
 from shoal_worker.compression.registry import parse_compression
@@ -309,6 +310,8 @@ class ServerShare:
     epoch: int
     """The shard map's."""
     partitions: tuple[Partition, ...]
+    buckets: tuple[int, ...] = ()
+    """Partitions that are buckets of sparse tables."""
 
 
 def shares(shard_map: coordinator_pb.ShardMap, tensors: Sequence[HostTensor]) -> tuple[ServerShare, ...]:
@@ -319,14 +322,18 @@ def shares(shard_map: coordinator_pb.ShardMap, tensors: Sequence[HostTensor]) ->
     """
     by_name: Mapping[str, HostTensor] = {tensor.name: tensor for tensor in tensors}
     partitions: dict[int, list[Partition]] = {}
+    buckets = buckets_of_servers(shard_map)
     for partition in shard_map.partitions:
+        if partition.HasField("bucket"):
+            continue
         pieces = []
         for piece in partition.pieces:
             tensor = by_name[shard_map.tensors[piece.tensor_index].name]
             pieces.append(Piece(tensor=tensor, begin=piece.offset, end=piece.offset + piece.length))
         partitions.setdefault(partition.primary, []).append(Partition(partition.partition_id, pieces))
     addresses = {server.server_index: server.address for server in shard_map.servers}
-    missing = sorted(partitions.keys() - addresses.keys())
+    holders = partitions.keys() | buckets.keys()
+    missing = sorted(holders - addresses.keys())
     if missing:
         raise PreconditionError(
             f"the shard map gives partitions to the servers {missing}, but names only {sorted(addresses)}; restart the job's parameter "
@@ -334,8 +341,14 @@ def shares(shard_map: coordinator_pb.ShardMap, tensors: Sequence[HostTensor]) ->
             reason="SHARD_MAP_INCOMPLETE",
         )
     return tuple(
-        ServerShare(index=index, address=addresses[index], epoch=shard_map.epoch, partitions=tuple(partitions[index]))
-        for index in sorted(partitions)
+        ServerShare(
+            index=index,
+            address=addresses[index],
+            epoch=shard_map.epoch,
+            partitions=tuple(partitions.get(index, ())),
+            buckets=buckets.get(index, ()),
+        )
+        for index in sorted(holders)
     )
 
 
@@ -359,18 +372,22 @@ class Iteration:
     pull: bool
     batch: int = 0
     """Key of the leased batch that the gradients were computed on; 0: none."""
+    rows: Mapping[int, PushedRows] = field(default_factory=dict)
+    """What is pushed to buckets of sparse tables, by partition."""
 
 
 class Payload(NamedTuple):
     """What is sent of a partition."""
 
-    partition: Partition
+    partition: Partition | PushedRows
     absent: tuple[int, ...]
     """Positions of the pieces that are left out."""
     length: int
     """Elements of the decoded payload."""
     codec: int
     data: memoryview
+    rows: int = 0
+    """How many rows of a sparse table it has."""
 
 
 class Payloads:
@@ -405,6 +422,11 @@ class Payloads:
             shapes=partition.shapes(absent),
         )
         payload = Payload(partition, absent, gradient.numel(), codec, data)
+        return lambda: payload
+
+    def rows(self, pushed: PushedRows) -> Callable[[], Payload]:
+        """Gives the payload of rows of a table, as they are."""
+        payload = Payload(pushed, (), pushed.length, pb.CODEC_RAW, pushed.data, pushed.rows)
         return lambda: payload
 
     def settle(self, partitions: Iterable[int], *, applied: Collection[int]) -> None:

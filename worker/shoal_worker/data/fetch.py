@@ -79,10 +79,21 @@ class Fetcher:
         self._feed = _Feed()
         self._loader: DataLoader[Any] | None = None
         self._batches: Iterator[tuple[Request, Any]] | None = None
+        self._peeked: tuple[Request, Any] | None = None
+
+    def peek(self, request: Request) -> Any:
+        """The batch of `request`, which will probably be fetched next. It is made here and now; with data workers once more by them."""
+        if self._peeked is None or self._peeked[0] != request:
+            with seeded(request.key):
+                self._peeked = request, self._source.make(request)
+        return self._peeked[1]
 
     def fetch(self, request: Request, following: Callable[[], Iterator[Request]]) -> Any:
         """The batch of `request`. `following` gives the requests expected from this one on, itself first: what to make ahead."""
+        peeked, self._peeked = self._peeked, None
         if self._num_workers == 0 and not self._pins:
+            if peeked is not None and peeked[0] == request:
+                return peeked[1]
             return self._source.make(request)  # torch's DataLoader would cost 15 us more
         # Data workers that have nothing on its way get no new requests: torch counts that as the end.
         idle = self._num_workers > 0 and not self._feed.busy
@@ -109,6 +120,7 @@ class Fetcher:
                 iterator._shutdown_workers()
         self._batches = None
         self._loader = None
+        self._peeked = None
         self._feed.restart(iter(()))
 
     def _restart(self, requests: Iterator[Request]) -> None:

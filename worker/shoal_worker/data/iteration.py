@@ -91,6 +91,7 @@ class Delivery:
     ) -> None:
         self.failed = False
         """Making a batch raised an error. Whoever begins an iteration sets it back."""
+        self._at_hand: Request | None = None
         self._supply = supply
         self._dealer = dealer
         self._orders = orders
@@ -109,6 +110,12 @@ class Delivery:
             session.assign(Share(weight=weight, total_weight=total, micro_batches=len(dealt.blocks), most_micro_batches=most))
         return Step(dealt, self._hand_out(dealt, session, loader))
 
+    def peek(self) -> Any:
+        """The batch that will probably follow the one at hand; None: none will in this epoch, or nobody knows."""
+        dealt = self._supply.current
+        request = self._supply.upcoming(dealt, self._at_hand) if dealt is not None and self._at_hand is not None else None
+        return None if request is None else self._fetcher.peek(request)
+
     def _hand_out(self, dealt: DealtStep, session: LoaderSession, loader: str) -> Iterator[Any]:
         for block in dealt.blocks:
             if self._supply.current is not dealt:
@@ -124,6 +131,7 @@ class Delivery:
                 session.assign(Share(weight=weight, total_weight=self._total_weight(dealt, weight), micro_batches=None))
             session.begin_micro_batch(index=block.index, weight=weight, key=request.key, weigh=self._weigh_rows(batch, block))
             self._note(dealt, block, request, loader)
+            self._at_hand = request
             dealt.handed_out += len(block)
             yield batch
             session.end_micro_batch()

@@ -106,6 +106,7 @@ class ElasticDataLoader:
         weight_fn: Callable[[Any], float] | None = None,
         name: str | None = None,
         train: bool = True,
+        look_ahead: bool = False,
     ) -> None:
         """
         Args:
@@ -125,6 +126,7 @@ class ElasticDataLoader:
             pin_memory: put batches in page-locked memory, where there is an accelerator.
             weight_fn: a batch's weight in the mean over the step, in place of its number of samples (unmasked tokens, say).
             name: tells several loaders apart in checkpoints; the same in every rank and after a restart. None: by order of construction.
+            look_ahead: with `batch_size` hold one leased batch more, so that `peek` knows the next one.
             train: False for evaluation: takes no part in steps. Batches are those of `micro_batch_size` or, without it, of the other size.
 
         Raises:
@@ -165,7 +167,7 @@ class ElasticDataLoader:
             leaves_no_trace=not train,  # training seeds them for each batch
         )
         self._supply: Supply = (
-            LeasedSupply(self._dealer, self._progress, ahead=1 + num_workers)
+            LeasedSupply(self._dealer, self._progress, ahead=1 + num_workers + bool(look_ahead))
             if train and batch_size is not None
             else DealtSupply(self._dealer, self._progress)
         )
@@ -179,6 +181,7 @@ class ElasticDataLoader:
             weight_fn=weight_fn,
             record=self._record,
         )
+        self._delivery = delivery
         self._introduction = Introduction(name or ("" if train else "evaluation"))
         self._iterations = Iterations(self._introduction, self._progress, self._supply, delivery, fetcher)
         self._evaluation: EvaluationBatches | None = None
@@ -285,6 +288,13 @@ class ElasticDataLoader:
         """One `Step` a global batch; iterate each for this rank's batches of it."""
         self._refuse_evaluation("steps()")
         return self._iterations.steps(self)
+
+    def peek(self) -> Any:
+        """The batch that this rank will probably get after the one at hand, to prepare for it: `table.prefetch(...)`, say. Call it inside
+        of the loop. None: there is none in this epoch, or it is not known, as with `batch_size` without `look_ahead` or data workers. It is
+        made where it is asked for, once; data workers make it a second time."""
+        self._refuse_evaluation("peek()")
+        return self._delivery.peek()
 
     def evaluation_batches(self) -> EvaluationBatches:
         """The batches of an evaluation loader by number, for `evaluate` to deal to the ranks.

@@ -180,6 +180,11 @@ class LeasedBatches:
         self._current = self._held.popleft()
         return self._current
 
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Leased batches after the one taken last, in order."""
+        return tuple(self._held)
+
     def coming(self) -> Iterator[int]:
         """The batch taken last, then those held in order, then those leased later: at its end it may go on again."""
         self._announced = deque(self._held)
@@ -251,6 +256,10 @@ class Supply(abc.ABC):
     def following(self, dealt: DealtStep, request: Request) -> Iterator[Request]:
         """`request`, of `dealt`, and what will probably be needed after it."""
 
+    @abc.abstractmethod
+    def upcoming(self, dealt: DealtStep, request: Request) -> Request | None:
+        """What will probably be needed next after `request`, of `dealt`, in the epoch; None: nothing, or nobody knows."""
+
     def drop(self) -> None:
         """The current step was not committed."""
         self.current = None
@@ -295,6 +304,10 @@ class DealtSupply(Supply):
         """See `Supply`."""
         return self._dealer.following(dealt, request)
 
+    def upcoming(self, dealt: DealtStep, request: Request) -> Request | None:
+        """See `Supply`."""
+        return next(itertools.islice(self.following(dealt, request), 1, None), None)
+
     @property
     def ends_epoch(self) -> bool:
         """See `Supply`."""
@@ -336,6 +349,11 @@ class LeasedSupply(Supply):
         """See `Supply`."""
         assert self._leases is not None
         return self._dealer.following_leases(dealt, self._leases.coming())
+
+    def upcoming(self, dealt: DealtStep, request: Request) -> Request | None:
+        """See `Supply`."""
+        assert self._leases is not None
+        return next(self._dealer.following_leases(dealt, self._leases.held), None)
 
     def reset(self) -> None:
         """See `Supply`. Leases of another epoch than the cursor's are void."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shoal_worker.strategies.declaration import Strategy
     from shoal_worker.strategies.model import ShardedModel
     from shoal_worker.strategies.optimizer import ShardedOptimizer
+from shoal_worker.tables import tables_of
 
 _STRATEGIES = {
     "ddp": ("shoal_worker.strategies.ddp", "DDPModel", "DDPOptimizer"),
@@ -114,6 +115,11 @@ def _check(strategy: Strategy, module: nn.Module, config: ShardingConfiguration)
             raise ConfigurationError(
                 f"{field}={value!r} with strategy={name!r}, which does not know it: {instead.format(known=_those_that_know(field))}"
             )
+    if (tables := tables_of(module)) and name != "async_sgd":
+        raise ConfigurationError(
+            f"the model has the sparse table {tables[0].name!r}, whose rows are on parameter servers, and strategy={name!r} has none: take "
+            'strategy="async_sgd", or torch.nn.Embedding'
+        )
     for parameter_name, parameter in module.named_parameters() if not strategy.complex_parameters else ():
         if parameter.requires_grad and parameter.is_complex():
             raise ConfigurationError(

@@ -1,0 +1,308 @@
+"""The rows of a table, or of one of its buckets, that somebody has trained: values, optimizer state, and when each was last updated.
+
+Rows are in slots 0 to n - 1 of growing arrays; an open-addressing hash table of slots finds them, a whole batch at a time. What a reader or
+an update sees depends on ids alone and never on slots, so that rows that were saved and restored go on to the last bit. The arithmetic is
+torch's own: the rows of an update are gathered, stepped by a torch optimizer as one tensor, and put back.
+
+Belongs to one thread.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shoal_common.server_optimizers import Unit
+from shoal_common.tables.declaration import TableSpec
+from shoal_common.tables.values import Ids, Values, hashed, initial_rows
+
+_FEWEST: Final = 64
+_NO_SLOT: Final = -1
+Slots = npt.NDArray[np.int64]
+_PARTS: Final = 16
+"""Rows are evicted a sixteenth of the limit at a time: each time costs a look at all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsImage:
+    """Rows at one moment, by ascending id, in arrays of their own."""
+
+    ids: Ids
+    values: Values
+    """`[n, dim]`."""
+    state: Mapping[str, Values]
+    """The optimizer's, by torch's names: `[n, dim]`, or `[n]` where a row has one number."""
+    updated_at: npt.NDArray[np.int64]
+    """The step of each row's last update."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsUpdate:
+    """What an update makes of the rows that it is of."""
+
+    values: Values
+    state: Mapping[str, Values]
+
+
+class Rows:
+    """Steps are numbered from 1 by the owner, each has one update, and those without any rows count."""
+
+    def __init__(self, spec: TableSpec, dim: int, image: RowsImage | None = None) -> None:
+        """`image`: the rows that there are already; None: there are none yet."""
+        self._spec = spec
+        self._dim = dim
+        declared = spec.declared
+        self._begins = dict(spec.hyperparameters).get("initial_accumulator_value", 0.0)
+        state_shape = () if declared.unit is Unit.ROW else (dim,)
+        names = sorted(declared.state - {"step"}) if declared.state_tensors(dict(spec.hyperparameters)) else []
+        self._count = 0
+        self._ids = np.empty(0, dtype=np.int64)
+        self._values = np.empty((0, dim), dtype=np.float32)
+        self._state = {name: np.empty((0, *state_shape), dtype=np.float32) for name in names}
+        self._updated_at = np.empty(0, dtype=np.int64)
+        self._table = _SlotTable(self._ids, room=_FEWEST)
+        self._torch: torch.optim.Optimizer = declared.optimizer_class()([torch.zeros(1)], **declared.arguments(dict(spec.hyperparameters)))
+        if image is not None:
+            self._restore(image)
+
+    # ------------------------------------------------------------------------------------------------------------- looking
+
+    def __len__(self) -> int:
+        """Rows that are kept."""
+        return self._count
+
+    @property
+    def row_bytes(self) -> int:
+        """What one row takes, its place in the hash table included."""
+        state = sum(4 * math.prod(self.state_shape(name)) for name in self._state)
+        return 4 * self._dim + state + 2 * 8 + 4 * 4
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all rows, and of the room for more."""
+        return self._table.nbytes + sum(array.nbytes for array in self._arrays())
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Names of what the optimizer keeps for a row."""
+        return tuple(self._state)
+
+    def state_shape(self, name: str) -> tuple[int, ...]:
+        """What of it one row has: `(dim,)`, or `()` for one number."""
+        return tuple(self._state[name].shape[1:])
+
+    def values(self, ids: Ids) -> Values:
+        """Rows by id, `[len(ids), dim]`, in an array of their own; those that are not kept have their initial values. Ids may repeat."""
+        return self._values_at(ids, self._find(ids))
+
+    def _values_at(self, ids: Ids, slots: Slots) -> Values:
+        known = slots >= 0
+        if known.all():
+            return self._values[slots]
+        found = np.empty((len(ids), self._dim), dtype=np.float32)
+        found[known] = self._values[slots[known]]
+        found[~known] = self._initial(ids[~known])
+        return found
+
+    def image(self) -> RowsImage:
+        """A copy of all rows."""
+        order = np.argsort(self._ids[: self._count])
+        return RowsImage(
+            ids=self._ids[order],
+            values=self._values[order],
+            state={name: array[order] for name, array in self._state.items()},
+            updated_at=self._updated_at[order],
+        )
+
+    # ------------------------------------------------------------------------------------------------------------ changing
+
+    def count_new(self, ids: Ids) -> int:
+        """How many of these are not kept yet."""
+        return int((self._find(ids) < 0).sum())
+
+    def reserve(self, more: int) -> None:
+        """Makes room for so many more rows. Raises MemoryError; nothing has changed then."""
+        needed = self._count + more
+        if needed > len(self._ids):
+            room = max(needed, len(self._ids) * 3 // 2, _FEWEST)
+            ids, values, updated_at = (_grown(array, room) for array in (self._ids, self._values, self._updated_at))
+            state = {name: _grown(array, room) for name, array in self._state.items()}
+            self._ids, self._values, self._updated_at, self._state = ids, values, updated_at, state
+        if not self._table.has_room(needed):
+            self._table = _SlotTable(self._ids[: self._count], room=needed)
+
+    def updated(self, ids: Ids, gradients: Values, step: int) -> RowsUpdate:
+        """What step `step` makes of these rows, each named once; nothing changes. `gradients`: `[len(ids), dim]`."""
+        return self._updated(ids, self._find(ids), gradients, step)
+
+    def _updated(self, ids: Ids, slots: Slots, gradients: Values, step: int) -> RowsUpdate:
+        known = slots >= 0
+        values = torch.from_numpy(self._values_at(ids, slots))
+        state: dict[str, Any] = {}
+        for name, array in self._state.items():
+            begun = np.full((len(ids), *array.shape[1:]), self._begins, dtype=np.float32)
+            begun[known] = array[slots[known]]
+            state[name] = torch.from_numpy(begun)
+        self._step(values, state, torch.from_numpy(gradients), step)
+        return RowsUpdate(values=values.numpy(), state={name: state[name].numpy() for name in self._state})
+
+    def update(self, ids: Ids, gradients: Values, step: int) -> None:
+        """Makes step `step`, and evicts what is due. Raises MemoryError where the room was not reserved."""
+        if len(ids):
+            slots = self._find(ids)
+            made = self._updated(ids, slots, gradients, step)
+            self._add(ids, slots)
+            self._values[slots] = made.values
+            for name, array in made.state.items():
+                self._state[name][slots] = array
+            self._updated_at[slots] = step
+        self._evict(step)
+
+    def _step(self, values: torch.Tensor, state: dict[str, Any], gradients: torch.Tensor, step: int) -> None:
+        """`values` and `state` become what they are after it."""
+        if not len(values):
+            return
+        optimizer, name = self._torch, self._spec.optimizer
+        if name == "sparse_adam":
+            state["step"] = step - 1
+            values.grad = torch.sparse_coo_tensor(
+                torch.arange(len(values)).unsqueeze(0), gradients, values.shape, is_coalesced=True, check_invariants=False
+            )
+        else:
+            state["step"] = torch.tensor(float(step - 1))
+            values.grad = gradients
+        optimizer.param_groups[0]["params"] = [values]
+        optimizer.state = collections.defaultdict(dict, {values: state} if self._state else {})
+        optimizer.step()
+        optimizer.state = collections.defaultdict(dict)
+        optimizer.param_groups[0]["params"] = []
+        values.grad = None
+
+    # ------------------------------------------------------------------------------------------------------------ evicting
+
+    def _evict(self, step: int) -> None:
+        """A function of what was updated when, and of `step`, so that it is the same whenever it is done again."""
+        age = self._spec.max_age
+        if age and step % max(1, age // _PARTS) == 0:
+            self._drop(self._updated_at[: self._count] <= step - age)
+        most = self._spec.most_rows
+        if most and self._count > most:
+            self._drop(self._oldest(self._count - most + most // _PARTS))
+
+    def _oldest(self, count: int) -> npt.NDArray[np.bool_]:
+        """Which slots have the `count` rows that were not updated for the longest; of equals, those with the smallest ids."""
+        updated_at = self._updated_at[: self._count]
+        border = np.partition(updated_at, count - 1)[count - 1]
+        chosen: npt.NDArray[np.bool_] = updated_at < border
+        at_border = np.flatnonzero(updated_at == border)
+        more = count - int(chosen.sum())
+        chosen[at_border[np.argsort(self._ids[at_border])[:more]]] = True
+        return chosen
+
+    def _drop(self, gone: npt.NDArray[np.bool_]) -> None:
+        """Rows of the last slots move to where others are gone."""
+        if not gone.any():
+            return
+        left = self._count - int(gone.sum())
+        holes = np.flatnonzero(gone[:left])
+        movers = left + np.flatnonzero(~gone[left:])
+        for array in self._arrays():
+            array[holes] = array[movers]
+        self._count = left
+        self._table = _SlotTable(self._ids[:left], room=left)
+
+    # ------------------------------------------------------------------------------------------------------------- finding
+
+    def _arrays(self) -> list[npt.NDArray[Any]]:
+        """By slot."""
+        return [self._ids, self._values, self._updated_at, *self._state.values()]
+
+    def _find(self, ids: Ids) -> Slots:
+        return self._table.find(ids, self._ids)
+
+    def _add(self, ids: Ids, slots: Slots) -> None:
+        """Gives rows that have no slot yet one, in `slots` too."""
+        fresh = np.flatnonzero(slots < 0)
+        if len(fresh):
+            self.reserve(len(fresh))
+            slots[fresh] = np.arange(self._count, self._count + len(fresh))
+            self._ids[slots[fresh]] = ids[fresh]
+            self._count += len(fresh)
+            self._table.enter(ids[fresh], slots[fresh])
+
+    def _restore(self, image: RowsImage) -> None:
+        self.reserve(len(image.ids))
+        self._count = count = len(image.ids)
+        self._ids[:count] = image.ids
+        self._values[:count] = image.values
+        self._updated_at[:count] = image.updated_at
+        for name, array in self._state.items():
+            array[:count] = image.state[name]
+        self._table = _SlotTable(self._ids[:count], room=count)
+
+    def _initial(self, ids: Ids) -> Values:
+        spec = self._spec
+        return initial_rows(ids, self._dim, seed=spec.seed, initializer=spec.initializer, scale=spec.scale)
+
+
+class _SlotTable:
+    """Finds slots by id: open addressing with linear probing, in arrays. The ids themselves lie with their rows."""
+
+    def __init__(self, ids: Ids, *, room: int) -> None:
+        """`ids`: those of slots 0, 1, 2, ... `room`: how many rows it can have."""
+        # At most half full, so that few have to look further than one place.
+        self._slots = np.full(1 << (2 * max(room, len(ids), _FEWEST) - 1).bit_length(), _NO_SLOT, dtype=np.int32)
+        self.enter(ids, np.arange(len(ids)))
+
+    @property
+    def nbytes(self) -> int:
+        """Its memory."""
+        return self._slots.nbytes
+
+    def has_room(self, rows: int) -> bool:
+        """Whether so many rows can be in it."""
+        return 2 * rows <= len(self._slots)
+
+    def find(self, wanted: Ids, ids: Ids) -> Slots:
+        """The slot of each; _NO_SLOT: it is not here. `ids`: by slot."""
+        found = np.full(len(wanted), _NO_SLOT, dtype=np.int64)
+        places = self._first(wanted)
+        searching = np.arange(len(wanted))
+        while len(searching):
+            slots = self._slots[places[searching]]
+            there = slots != _NO_SLOT
+            searching, slots = searching[there], slots[there]
+            hit = ids[slots] == wanted[searching]
+            found[searching[hit]] = slots[hit]
+            searching = searching[~hit]
+            places[searching] = (places[searching] + 1) & (len(self._slots) - 1)
+        return found
+
+    def enter(self, ids: Ids, slots: Slots) -> None:
+        """These are there from now on; none of them was."""
+        places = self._first(ids)
+        waiting = np.arange(len(ids))
+        while len(waiting):
+            at = places[waiting]
+            free = self._slots[at] == _NO_SLOT
+            self._slots[at[free]] = slots[waiting[free]]
+            # Where several wanted one place, one of them has it now.
+            waiting = waiting[self._slots[at] != slots[waiting]]
+            places[waiting] = (places[waiting] + 1) & (len(self._slots) - 1)
+
+    def _first(self, ids: Ids) -> Slots:
+        """Where to look first. The upper half of the hash: of the lower one all ids of a bucket have something in common."""
+        return (hashed(ids) >> np.uint64(32)).astype(np.int64) & (len(self._slots) - 1)
+
+
+def _grown(array: npt.NDArray[Any], room: int) -> npt.NDArray[Any]:
+    grown = np.empty((room, *array.shape[1:]), dtype=array.dtype)
+    grown[: len(array)] = array
+    return grown

@@ -1,0 +1,36 @@
+"""Rows on the wire: the ids and gradients of a push, and the ids of a pull, as PushHeader.rows and PartitionPull.ids have them."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from shoal_common.tables.values import Ids, Values, buckets_of
+
+
+def combined(ids: Ids, gradients: Values) -> tuple[Ids, Values]:
+    """Each id once, ascending, and the sum of its gradients `[n, dim]`, in the order in which they are given."""
+    order = np.argsort(ids, kind="stable")
+    ordered = ids[order]
+    first = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1]))) if len(ids) else np.empty(0, dtype=np.int64)
+    if len(first) == len(ids):
+        return ordered, np.ascontiguousarray(gradients[order], dtype=np.float32)
+    return ordered[first], np.add.reduceat(gradients[order], first, axis=0, dtype=np.float32)
+
+
+def by_bucket(ids: Ids, buckets: int) -> list[npt.NDArray[np.int64]]:
+    """The places of each bucket's ids, in their order."""
+    numbers = buckets_of(ids, buckets)
+    order = np.argsort(numbers, kind="stable")
+    bounds = np.searchsorted(numbers[order], np.arange(1, buckets))
+    return np.split(order, bounds)
+
+
+def pushed_payload(ids: Ids, gradients: Values) -> memoryview:
+    """The payload of a push of rows: their ids, ascending and each once, and behind them their gradients."""
+    return memoryview(ids.astype("<i8", copy=False).tobytes() + gradients.astype("<f4", copy=False).tobytes())
+
+
+def pulled_ids(ids: Ids) -> bytes:
+    """The ids of a pull."""
+    return ids.astype("<i8", copy=False).tobytes()

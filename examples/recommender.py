@@ -1,0 +1,113 @@
+"""A recommender on a click log: a small DLRM (Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation
+Systems", 2019) whose embeddings are sparse tables on parameter servers, and whose dense part is trained by async_sgd beside them.
+
+    shoal up --workers 2 --servers 2 examples/recommender.py
+
+The log is generated, so that the best that any model can do is known. Somebody with id `u` is shown something with id `i` and three tags,
+and clicks with the probability
+
+    sigmoid(factors(u) . factors(i) + appeal(i) + mean of appeal(tags) + dense . WEIGHTS - 0.5)
+
+where factors (two numbers, of mean 0) and appeal (one) follow from the id alone. After each epoch rank 0 prints the area under the ROC
+curve (AUC) for clicks that nobody trained on, and what these probabilities themselves have there: more is not to be had.
+"""
+
+import argparse
+import resource
+from functools import partial
+
+import numpy as np
+import shoal
+import torch
+from torch import nn
+
+DIM = 8
+TAGS = 3
+MOST_TAGS = 100
+WEIGHTS = np.array([0.8, -0.5, 0.3])
+
+
+def factors(ids: np.ndarray, count: int, kind: int) -> np.ndarray:
+    """Numbers that follow from the ids: of mean 0 and variance 1, and as good as independent."""
+    turns = np.random.default_rng(kind).random(count)
+    return np.sqrt(2) * np.cos(2 * np.pi * (ids[..., None] * turns % 1.0))
+
+
+def click_log(samples: int, users: int, items: int, seed: int) -> tuple[list[torch.Tensor], np.ndarray]:
+    """Who was shown what, with three dense features, and clicked or not; and how probable that was."""
+    drawn = np.random.default_rng(seed)
+    who = (users * drawn.random(samples) ** 2).astype(np.int64)  # some are there more often than others
+    what = (items * drawn.random(samples) ** 2).astype(np.int64)
+    tags = (what[:, None] * np.arange(1, TAGS + 1) * 7919) % MOST_TAGS
+    dense = drawn.standard_normal((samples, len(WEIGHTS)))
+    logits = (factors(who, 2, 1) * factors(what, 2, 2)).sum(1) + factors(what, 1, 3)[:, 0]
+    logits += factors(tags, 1, 4)[..., 0].mean(1) + dense @ WEIGHTS - 0.5
+    probability = 1 / (1 + np.exp(-logits))
+    clicked = drawn.random(samples) < probability
+    columns = [torch.from_numpy(column) for column in (who, what, tags, dense.astype(np.float32), clicked.astype(np.float32))]
+    return columns, probability
+
+
+def area_under_curve(scores: np.ndarray, clicked: np.ndarray) -> float:
+    """How probably one that was clicked has a higher score than one that was not."""
+    ranks = np.empty(len(scores))
+    ranks[np.argsort(scores)] = np.arange(1, len(scores) + 1)
+    clicks = clicked.sum()
+    return float((ranks[clicked].sum() - clicks * (clicks + 1) / 2) / (clicks * (len(scores) - clicks)))
+
+
+class Recommender(nn.Module):
+    """Embeddings, a network for the dense features, their dot products by pairs, and a network on top of these."""
+
+    def __init__(self, users: int, items: int) -> None:
+        super().__init__()
+        table = {"optimizer": partial(torch.optim.Adagrad, lr=0.1), "scale": 0.1}
+        self.users = shoal.SparseEmbedding(users, DIM, name="users", seed=1, **table)
+        self.items = shoal.SparseEmbedding(items, DIM, name="items", seed=2, **table)
+        self.tags = shoal.SparseEmbeddingBag(MOST_TAGS, DIM, name="tags", seed=3, mode="mean", **table)
+        self.bottom = nn.Sequential(nn.Linear(len(WEIGHTS), 16), nn.ReLU(), nn.Linear(16, DIM))
+        self.top = nn.Sequential(nn.Linear(DIM * 4 + 6, 32), nn.ReLU(), nn.Linear(32, 1))
+
+    def forward(self, users: torch.Tensor, items: torch.Tensor, tags: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+        vectors = torch.stack([self.bottom(dense), self.users(users), self.items(items), self.tags(tags)], dim=1)
+        first, second = torch.triu_indices(4, 4, offset=1)
+        products = (vectors[:, first] * vectors[:, second]).sum(2)
+        return self.top(torch.cat([vectors.flatten(1), products], dim=1)).squeeze(1)
+
+    def prefetch(self, users: torch.Tensor, items: torch.Tensor, tags: torch.Tensor) -> None:
+        self.users.prefetch(users)
+        self.items.prefetch(items)
+        self.tags.prefetch(tags)
+
+
+def train(options: argparse.Namespace) -> None:
+    shoal.init()
+    torch.manual_seed(0)
+    net = Recommender(options.users, options.items)
+    model, optimizer = shoal.as_distributed(net, torch.optim.Adam(net.parameters(), 5e-3), strategy="async_sgd")
+    log, _ = click_log(options.samples, options.users, options.items, seed=1)
+    (*shown, clicked), probability = click_log(20_000, options.users, options.items, seed=2)
+    held_out = clicked.numpy() > 0
+    loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(*log), batch_size=options.batch_size, look_ahead=True)
+    for epoch in loader.epochs(options.epochs):
+        for *inputs, clicks in loader:
+            if (upcoming := loader.peek()) is not None:
+                net.prefetch(*upcoming[:3])
+            optimizer.zero_grad()
+            nn.functional.binary_cross_entropy_with_logits(model(*inputs), clicks).backward()
+            optimizer.step()
+        if shoal.rank() == 0:
+            reached = area_under_curve(model.predict(tuple(shown)).numpy(), held_out)
+            best = area_under_curve(probability, held_out)
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+            print(f"epoch {epoch}: AUC {reached:.4f} of {best:.4f}; this worker's memory {peak} MiB at most", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--users", type=int, default=500, help="how many ids of users there are")
+    parser.add_argument("--items", type=int, default=300, help="how many ids of items there are")
+    parser.add_argument("--samples", type=int, default=100_000, help="of the log, which is trained on once an epoch")
+    parser.add_argument("--batch-size", type=int, default=250)
+    parser.add_argument("--epochs", type=int, default=3)
+    train(parser.parse_args())

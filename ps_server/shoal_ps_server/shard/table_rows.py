@@ -1,0 +1,149 @@
+"""A bucket of a sparse table as a partition: rows by id in place of values, which a push changes, and a pull only looks at.
+
+Its version is 1 from the beginning, since a row that nobody has pushed has values too; they follow from its id, and are not kept. So it
+takes no first values, and version - 1 is the number of pushes, with rows or without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from shoal_common.errors import InvalidRequestError, LimitError
+from shoal_common.tables.rows import Rows
+from shoal_common.tables.values import Ids
+
+from shoal_ps_server.shard.layout import Bucket, PartitionSpec
+from shoal_ps_server.shard.optimizer import OptimizerSettings, is_calm
+from shoal_ps_server.shard.partition import Partition, PartitionImage
+from shoal_ps_server.shard.payload import UploadHeader, describe, largest_of, split_rows
+from shoal_ps_server.shard.reading import Copies, EncodedValues, Reading
+
+LARGEST_BUCKET_BYTES: Final = 256 << 20
+"""A bucket is copied as a whole, for snapshots and for other servers, while nothing else is done."""
+_CALM: Final = 1e16
+"""Magnitudes whose square is far from the largest float32, as Adagrad squares."""
+
+
+@dataclass(kw_only=True)
+class TableRows(Partition):
+    """A partition that is a bucket; `optimizer`, `values` and `bases` of `Partition` are not used."""
+
+    rows: Rows
+    coming: int = 0
+    """Rows that were not here when their pushes were admitted, of pushes that are on their way, at most."""
+
+    @classmethod
+    def empty(cls, spec: PartitionSpec) -> TableRows:
+        """No row has been pushed."""
+        bucket = _bucket(spec)
+        largest = bucket.spec.scale * 6  # beyond which nothing is drawn
+        return cls(spec=spec, version=1, rows=Rows(bucket.spec, bucket.dim), largest_at_first=largest)
+
+    @classmethod
+    def restored(cls, image: PartitionImage, optimizer: OptimizerSettings | None) -> TableRows:
+        """See `Partition.restored`."""
+        assert image.rows is not None, "it is of a bucket"
+        made = cls.empty(image.spec)
+        bucket = _bucket(image.spec)
+        made.rows = Rows(bucket.spec, bucket.dim, image.rows)
+        made.version = image.version
+        made.settled = image.settled()
+        made.largest_at_first = max(made.largest_at_first, largest_of(torch.from_numpy(image.rows.values)))
+        return made
+
+    def needs_trial(self, largest: float, optimizer: OptimizerSettings) -> bool:
+        """See `Partition.needs_trial`. The optimizer is the table's own."""
+        return not max(largest, self.largest_at_first) <= _CALM or not is_calm(dict(_bucket(self.spec).spec.hyperparameters))
+
+    def check_trial(self, gradient: torch.Tensor, absent: Collection[int], optimizer: OptimizerSettings, base: int = 0) -> None:
+        """See `Partition.check_trial`."""
+        ids, gradients = split_rows(gradient, _bucket(self.spec).dim)
+        made = self.rows.updated(ids, gradients, self.version)
+        for name, array in (("values", made.values), *made.state.items()):
+            culprits = ~np.isfinite(array.reshape(len(ids), -1)).all(axis=1)
+            if count := int(culprits.sum()):
+                raise InvalidRequestError(
+                    f"{describe(self.spec)}: the update would make {name} of {count} of {len(ids)} rows NaN or infinite, the first is of "
+                    f"id {ids[culprits][0]}; nothing of this partition was applied, and its sequence number is still free. Lower the "
+                    "table's learning rate, or the loss",
+                    reason="RESULT_NOT_FINITE",
+                )
+
+    def reserve(self, gradient: torch.Tensor, absent: Collection[int], optimizer: OptimizerSettings) -> None:
+        """See `Partition.reserve`: for rows that are new."""
+        bucket = _bucket(self.spec)
+        ids, _ = split_rows(gradient, bucket.dim)
+        more = self.coming + self.rows.count_new(ids)
+        nbytes = (len(self.rows) + more) * self.rows.row_bytes
+        if nbytes > LARGEST_BUCKET_BYTES:
+            raise LimitError(
+                f"{describe(self.spec)}: {len(self.rows) + more} rows are {nbytes} bytes, a bucket holds {LARGEST_BUCKET_BYTES}; nothing "
+                "of this partition was applied. Declare the table with more buckets, or with max_rows or max_age",
+                reason="MEMORY_EXHAUSTED",
+            )
+        try:
+            self.rows.reserve(more)
+        except MemoryError as error:
+            raise LimitError(
+                f"{describe(self.spec)}: there is no memory for {more} more rows; nothing of this partition was applied. Give the server "
+                "more memory, the job more servers, or the table max_rows or max_age",
+                reason="MEMORY_EXHAUSTED",
+            ) from error
+
+    def admit(self, push: UploadHeader, finished: Container[int], *, applies: bool) -> int:
+        """See `Partition.admit`."""
+        self.coming += push.rows * applies
+        return super().admit(push, finished, applies=applies)
+
+    def arrived(self, push: UploadHeader, finished: Container[int], *, applies: bool, refused: bool = False) -> None:
+        """See `Partition.arrived`."""
+        self.coming -= push.rows * applies
+        super().arrived(push, finished, applies=applies, refused=refused)
+
+    def apply(self, gradient: torch.Tensor, absent: Collection[int], optimizer: OptimizerSettings, copies: Copies, base: int = 0) -> None:
+        """See `Partition.apply`. `gradient`: a payload of rows. Its step is numbered by the version before it."""
+        ids, gradients = split_rows(gradient, _bucket(self.spec).dim)
+        self.rows.update(ids, gradients, self.version)
+        self.version += 1
+
+    def read_rows(self, ids: Ids, copies: Copies) -> Reading:
+        """These rows as they are now, in a copy."""
+        values = torch.from_numpy(self.rows.values(ids))
+        return EncodedValues(values.view(-1).view(torch.uint8)).read(copies, version=self.version)
+
+    def as_it_is(self) -> PartitionImage:
+        """See `Partition.as_it_is`; a copy."""
+        return PartitionImage(
+            spec=self.spec,
+            version=self.version,
+            values=torch.empty(0),
+            runs=(),
+            sequences=dict(self.settled.sequences),
+            batches=dict(self.settled.batches),
+            left=list(self.settled.left),
+            rows=self.rows.image(),
+        )
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of rows and their optimizer state, and of the room for more."""
+        return self.rows.nbytes
+
+
+def _bucket(spec: PartitionSpec) -> Bucket:
+    assert spec.bucket is not None, f"partition {spec.partition_id} is no bucket of a table"
+    return spec.bucket
+
+
+def new_partition(spec: PartitionSpec) -> Partition:
+    """A partition of what the layout says, as it begins."""
+    return Partition(spec=spec) if spec.bucket is None else TableRows.empty(spec)
+
+
+def restored_partition(image: PartitionImage, optimizer: OptimizerSettings | None) -> Partition:
+    """The partition that `image` was taken of."""
+    return (Partition if image.spec.bucket is None else TableRows).restored(image, optimizer)

@@ -1,0 +1,119 @@
+"""The example of a recommender comes near to the best that its click log allows; and a table is larger than what a worker may have."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.integration.worker_async.async_cluster import AsyncCluster
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "recommender.py"
+MEBIBYTE = 1 << 20
+ROOM = 96 * MEBIBYTE
+"""What the worker may have in addition to what it has after its first step."""
+
+SCRIPT = """
+import resource
+import sys
+import shoal_worker.api as shoal
+import torch
+from shoal_common.optim import RowWiseAdagrad
+from shoal_worker.tables import SparseEmbedding
+from torch import nn
+
+room, rows, dim, step = (int(argument) for argument in sys.argv[1:])
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = SparseEmbedding(rows, dim, name="table", optimizer=RowWiseAdagrad, initializer="uniform")
+        self.out = nn.Linear(dim, 1)
+
+    def forward(self, ids):
+        return self.out(self.table(ids))
+
+
+def train(ids):
+    optimizer.zero_grad()
+    model(ids).square().mean().backward()
+    optimizer.step()
+
+
+shoal.init()
+net = Model()
+model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy="async_sgd")
+train(torch.arange(step))
+with open("/proc/self/status") as status:
+    now = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmSize"))
+resource.setrlimit(resource.RLIMIT_AS, (now + room, resource.RLIM_INFINITY))
+try:
+    nn.Embedding(rows, dim)
+except RuntimeError as error:
+    print("no room for it here:", str(error)[:60])
+for begin in range(step, rows, step):
+    train(torch.arange(begin, min(begin + step, rows)))
+print("trained", rows, "rows", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_the_recommender_comes_near_to_what_its_log_allows(tmp_path: Path) -> None:
+    options = ["--users", "200", "--items", "100", "--samples", "40000", "--epochs", "3"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
+    ended = subprocess.run(
+        [sys.executable, "-m", "shoal", "up", "--workers", "2", "--servers", "2", str(EXAMPLE), *options],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+        env={**environment, "OMP_NUM_THREADS": "1"},
+    )
+    assert ended.returncode == 0, ended.stderr
+    found = [(float(reached), float(best)) for reached, best in re.findall(r"AUC ([\d.]+) of ([\d.]+)", ended.stdout)]
+    assert len(found) == 3, ended.stdout
+    reached, best = found[-1]
+    assert 0.85 < best < 0.92
+    assert best - 0.04 < reached < best
+
+
+@pytest.mark.slow
+def test_a_table_larger_than_what_a_worker_may_have_is_trained_whole(cluster: Callable[..., AsyncCluster], tmp_path: Path) -> None:
+    """The address space of the worker is limited (RLIMIT_AS); the same table as an embedding of its own does not fit into it."""
+    rows, dim, step = 1_000_000, 32, 20_000
+    running = cluster(servers=2, keeps_data=False)
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
+    worker = subprocess.Popen(
+        [sys.executable, str(script), *map(str, (ROOM, rows, dim, step))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={
+            **environment,
+            "SHOAL_COORDINATOR": running.coordinator.address,
+            "SHOAL_JOB_ID": running.job_id,
+            "OMP_NUM_THREADS": "1",
+            "MALLOC_ARENA_MAX": "1",  # an arena takes 64 MiB of address space
+        },
+    )
+    try:
+        assert worker.stdout is not None
+        said = [worker.stdout.readline() for _ in range(2)]
+        assert said[0].startswith("no room for it here"), (said, worker.communicate()[1])
+        assert said[1] == f"trained {rows} rows\n", (said, worker.communicate()[1])
+        assert sum(server.look().stored_bytes for server in running.servers) > rows * dim * 4 > ROOM
+        worker.communicate(timeout=60)
+        assert worker.returncode == 0
+    finally:
+        worker.kill()
+        worker.communicate()

@@ -1,0 +1,345 @@
+"""Embeddings whose rows are not parameters of the module: sparse tables (docs/sparse-tables.md).
+
+A forward pass looks up the rows of its batch, each once, and keeps them only as long as autograd does. Their gradients gather here until
+the step takes them: under async_sgd `optimizer.step()` pushes them to the parameter servers, alone `apply_gradients` applies them. Where
+rows come from is a `RowSource`: this process's own until `as_distributed` puts the servers in its place.
+
+Belongs to the training thread; gradients are collected by hooks of its backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, NoReturn, Protocol
+
+import numpy as np
+import torch
+from shoal_common.errors import ConfigurationError, PreconditionError
+from shoal_common.optim import RowWiseAdagrad
+from shoal_common.server_optimizers import TABLE_OPTIMIZERS
+from shoal_common.tables.declaration import DEFAULT_BUCKETS, MOST_BUCKETS, TableSpec, wrong_shape
+from shoal_common.tables.rows import Rows
+from shoal_common.tables.values import Ids, Values
+from shoal_common.tables.wire import combined
+from torch import nn
+from torch.nn import functional
+
+_FULL_BUCKET_BYTES: Final = 64 << 20
+"""What a bucket of a table with a known number of rows may grow to, where there is a choice."""
+_FEWEST_BUCKETS: Final = 4
+_MODES: Final = ("sum", "mean", "max")
+
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+"""Makes the optimizer of a list of parameters: `functools.partial(torch.optim.SparseAdam, lr=1e-3)`, say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookedUp:
+    """Rows as they were at one moment."""
+
+    values: Values
+    """`[n, dim]`."""
+    versions: Mapping[int, int] = field(default_factory=dict)
+    """Partition of the table -> the version that they are of; empty where the table is this process's own."""
+
+
+class RowSource(Protocol):
+    """Where a table's rows are."""
+
+    def look_up(self, ids: Ids) -> LookedUp:
+        """The rows with these ids, each named once."""
+
+    def prefetch(self, ids: Ids) -> None:
+        """These will be looked up soon, each named once."""
+
+
+class OwnRows:
+    """A table of this process's own."""
+
+    def __init__(self, spec: TableSpec, dim: int) -> None:
+        self.rows = Rows(spec, dim)
+        self._steps = 0
+
+    def look_up(self, ids: Ids) -> LookedUp:
+        """See `RowSource`."""
+        return LookedUp(values=self.rows.values(ids))
+
+    def prefetch(self, ids: Ids) -> None:
+        """Nothing: the rows are here."""
+
+    def apply(self, ids: Ids, gradients: Values) -> None:
+        """One step."""
+        self._steps += 1
+        self.rows.update(ids, gradients, self._steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowGradients:
+    """What a step has for a table, each id once, ascending."""
+
+    ids: Ids
+    values: Values
+    """`[n, dim]`, finite or not."""
+    versions: Mapping[int, int]
+    """See `LookedUp`: the oldest of those that they were computed on."""
+
+
+class SparseEmbedding(nn.Module):
+    """Looks up rows by id in a table that may be larger than this process's memory; used like `torch.nn.Embedding`.
+
+    A row begins as `initializer` says, a function of `seed` and id that is the same in every process, and is stored from its first gradient
+    on. The rows are no parameters: neither `parameters()` nor `state_dict()` has them, and clipping passes them over. Train with
+    `strategy="async_sgd"`, where the parameter servers hold them; in a process alone, call `apply_gradients` beside `optimizer.step()`.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int | None,
+        embedding_dim: int,
+        *,
+        name: str,
+        optimizer: OptimizerFactory = RowWiseAdagrad,
+        seed: int = 0,
+        initializer: str = "normal",
+        scale: float = 0.01,
+        max_rows: int = 0,
+        max_age: int = 0,
+        buckets: int | None = None,
+    ) -> None:
+        """
+        Args:
+            num_embeddings: ids are 0 to `num_embeddings - 1`; None: any 64-bit number, a hash of something, say.
+            embedding_dim: elements of a row, in float32; 1 to 16384.
+            name: the table's, the same in all workers, and no parameter's.
+            optimizer: makes the optimizer of the rows: of torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam or
+                shoal.optim.RowWiseAdagrad, without momentum or weight decay.
+            seed: 0 to 2**64 - 1.
+            initializer: "normal" of standard deviation `scale`, "uniform" in [-scale, scale), or "zeros" (with scale=0).
+            scale: see `initializer`.
+            max_rows: the table keeps so many rows; those that were not pushed for the longest go first, and are then as at the beginning.
+                0: all.
+            max_age: a row goes when it was not pushed for so many steps, up to a sixteenth later. 0: never.
+            buckets: over how many partitions the rows are spread, 1 to 1024, of at most 256 MiB each. None: 16; with `num_embeddings` so
+                many that none grows beyond 64 MiB, and at least 4.
+
+        Raises:
+            ConfigurationError: a value that cannot work.
+        """
+        super().__init__()
+        shape = (num_embeddings or 0, embedding_dim)
+        if not 1 <= len(name) <= 512:
+            raise ConfigurationError(f"name={name!r}: expected 1 to 512 characters, the table's name in all workers")
+        if num_embeddings is not None and num_embeddings < 1:
+            raise ConfigurationError(f"num_embeddings={num_embeddings}: expected 1 or more, or None for any 64-bit id")
+        if problem := wrong_shape(shape):
+            raise ConfigurationError(f"table {name!r}: {problem}")
+        chosen, hyperparameters = _read_optimizer(name, optimizer, embedding_dim)
+        self.name = name
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.spec = TableSpec.with_defaults(
+            buckets=_enough_buckets(shape, chosen) if buckets is None else buckets,
+            seed=seed,
+            initializer=initializer,
+            scale=float(scale),
+            optimizer=chosen,
+            hyperparameters=hyperparameters,
+            max_rows=max_rows,
+            max_age=max_age,
+        )
+        if problem := self.spec.contradiction():
+            raise ConfigurationError(f"table {name!r}: {problem}")
+        self._own: OwnRows | None = OwnRows(self.spec, embedding_dim)
+        self._source: RowSource = self._own
+        self._gathered: list[tuple[torch.Tensor, torch.Tensor, Mapping[int, int]]] = []
+        """Ids, gradients and versions of this step's lookups that a backward pass has come to."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows by id: `[*]` of integers in, `[*, embedding_dim]` of float32 out, on the same device.
+
+        Raises:
+            ConfigurationError: ids that are no integers, or not of this table.
+            DeadlineError (SERVER_AWAY): a server was away for longer than `server_timeout`.
+        """
+        rows, places = self._look_up(ids)
+        return functional.embedding(places, rows)
+
+    def prefetch(self, ids: torch.Tensor) -> None:
+        """Begins to fetch the rows of a batch that is to come, in the background; returns at once. The first lookup of which all ids are
+        among these takes them. What was pushed since, also by this worker, is not in them: they are as old as the call."""
+        self._source.prefetch(self._checked(ids).unique().cpu().numpy())
+
+    def apply_gradients(self) -> None:
+        """Ends a step of a table of this process's own: applies the gradients of its lookups since the last one.
+
+        Raises:
+            PreconditionError: the rows are on parameter servers, where `optimizer.step()` does it.
+        """
+        if self._own is None:
+            raise PreconditionError(f"table {self.name!r} is on the parameter servers: optimizer.step() pushes its gradients")
+        gradients = self.gradients()
+        if gradients is not None:
+            self._own.apply(gradients.ids, gradients.values)
+            self.drop_gradients()
+
+    # ------------------------------------------------------------------------------------------------------------ for the engine
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows, 0 for any id, and dim: as it is declared."""
+        return self.num_embeddings or 0, self.embedding_dim
+
+    def come_from(self, source: RowSource) -> None:
+        """The rows are there from now on.
+
+        Raises:
+            ConfigurationError: rows were trained here, and would be lost.
+        """
+        if self._own is not None and len(self._own.rows):
+            raise ConfigurationError(
+                f"table {self.name!r} has {len(self._own.rows)} rows that were trained in this process, which the parameter servers would "
+                "not have; call as_distributed before apply_gradients"
+            )
+        self._own, self._source = None, source
+
+    def gradients(self) -> RowGradients | None:
+        """The step's gradients, added up by id; None: it has none. They stay until `drop_gradients`."""
+        if not self._gathered:
+            return None
+        ids = np.concatenate([ids.cpu().numpy() for ids, _, _ in self._gathered])
+        given = np.concatenate([gradient.detach().float().cpu().numpy() for _, gradient, _ in self._gathered])
+        unique, values = combined(ids, given)
+        versions = [versions for _, _, versions in self._gathered]
+        oldest = {partition: min(each[partition] for each in versions) for partition in versions[0]}
+        return RowGradients(ids=unique, values=values, versions=oldest)
+
+    def drop_gradients(self) -> None:
+        """The step's gradients were taken, or are of no use."""
+        self._gathered.clear()
+
+    # ----------------------------------------------------------------------------------------------------------------- torch's
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients of this step."""
+        super().zero_grad(set_to_none)
+        self.drop_gradients()
+
+    def extra_repr(self) -> str:
+        """For `repr`."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, name={self.name!r}, optimizer={self.spec.optimizer}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SparseEmbedding:
+        """A module without gradients: with rows of its own, or of the same servers."""
+        copied = type(self).__new__(type(self))
+        nn.Module.__init__(copied)
+        memo[id(self)] = copied
+        shared = {name: value for name, value in vars(self).items() if name not in vars(copied)}
+        copied.__dict__.update(shared, training=self.training, _gathered=[])
+        if self._own is not None:
+            copied._source = copied._own = OwnRows(self.spec, self.embedding_dim)
+            copied._own.rows = Rows(self.spec, self.embedding_dim, self._own.rows.image())
+            copied._own._steps = self._own._steps
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refused: the rows are no part of the module.
+
+        Raises:
+            PreconditionError: always.
+        """
+        raise PreconditionError(
+            f"a model with the sparse table {self.name!r} cannot be pickled: save model.state_dict(), which is without rows"
+        )
+
+    # -------------------------------------------------------------------------------------------------------------------- lookups
+
+    def _look_up(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of a batch, each once, and for each id the place of its row."""
+        unique, places = self._checked(ids).unique(return_inverse=True)
+        found = self._source.look_up(unique.cpu().numpy())
+        rows = torch.from_numpy(found.values).to(ids.device)
+        if torch.is_grad_enabled():
+            rows.requires_grad_()
+            rows.register_post_accumulate_grad_hook(partial(self._gather, unique, found.versions))
+        return rows, places
+
+    def _gather(self, ids: torch.Tensor, versions: Mapping[int, int], rows: torch.Tensor) -> None:
+        if rows.grad is not None:
+            self._gathered.append((ids, rows.grad, versions))
+            rows.grad = None
+
+    def _checked(self, ids: torch.Tensor) -> torch.Tensor:
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
+            raise ConfigurationError(f"table {self.name!r}: ids of {ids.dtype}; expected whole numbers, int64")
+        ids = ids.long()
+        if self.num_embeddings is not None and ids.numel():
+            least, most = (int(each) for each in torch.aminmax(ids))
+            if least < 0 or most >= self.num_embeddings:
+                raise ConfigurationError(
+                    f"table {self.name!r}: id {least if least < 0 else most}; expected 0 to {self.num_embeddings - 1} (num_embeddings)"
+                )
+        return ids
+
+
+class SparseEmbeddingBag(SparseEmbedding):
+    """Sums, means or maxima of rows, bag by bag, without the rows one by one; used like `torch.nn.EmbeddingBag`."""
+
+    def __init__(self, num_embeddings: int | None, embedding_dim: int, *, mode: str = "mean", **options: Any) -> None:
+        """
+        Args:
+            num_embeddings, embedding_dim: as in `SparseEmbedding`.
+            mode: "sum", "mean" or "max" of a bag's rows; of an empty bag zeros.
+            **options: as in `SparseEmbedding`.
+
+        Raises:
+            ConfigurationError: a value that cannot work.
+        """
+        if mode not in _MODES:
+            raise ConfigurationError(f"mode={mode!r}: expected one of {', '.join(_MODES)}")
+        super().__init__(num_embeddings, embedding_dim, **options)
+        self.mode = mode
+
+    def forward(
+        self, ids: torch.Tensor, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Bags of rows: `[bags, embedding_dim]` of float32.
+
+        Args:
+            ids: `[bags, ids of each]`; or `[ids of all]`, with `offsets`.
+            offsets: `[bags]`: where each bag begins.
+            per_sample_weights: what each row is multiplied by, as `ids`; with mode "sum".
+
+        Raises:
+            ConfigurationError, DeadlineError: as in `SparseEmbedding`.
+        """
+        rows, places = self._look_up(ids)
+        return functional.embedding_bag(places, rows, offsets, mode=self.mode, per_sample_weights=per_sample_weights)
+
+
+def tables_of(module: nn.Module) -> list[SparseEmbedding]:
+    """All of a module's, by name, each once."""
+    found = [each for each in module.modules() if isinstance(each, SparseEmbedding)]
+    return sorted(found, key=lambda table: table.name)
+
+
+def _read_optimizer(name: str, factory: OptimizerFactory, dim: int) -> tuple[str, dict[str, float]]:
+    """The optimizer's name and hyperparameters, as servers have them."""
+    made = factory([nn.Parameter(torch.zeros(1, dim))])
+    for declared in TABLE_OPTIMIZERS.values():
+        if declared.optimizer_class() is type(made):
+            return declared.name, declared.read(made.param_groups[0])
+    raise ConfigurationError(
+        f"table {name!r}: optimizer={type(made).__module__}.{type(made).__qualname__}; the rows of a table are trained by torch.optim.SGD, "
+        "torch.optim.Adagrad, torch.optim.SparseAdam or shoal.optim.RowWiseAdagrad: pass functools.partial(torch.optim.Adagrad, lr=1e-2)"
+    )
+
+
+def _enough_buckets(shape: tuple[int, int], optimizer: str) -> int:
+    rows, dim = shape
+    per_row = 4 * dim * (1 + TABLE_OPTIMIZERS[optimizer].state_tensors(TABLE_OPTIMIZERS[optimizer].defaults)) + 32
+    buckets = _FEWEST_BUCKETS if rows else DEFAULT_BUCKETS
+    while buckets < MOST_BUCKETS and rows * per_row > buckets * _FULL_BUCKET_BYTES:
+        buckets *= 2
+    return buckets

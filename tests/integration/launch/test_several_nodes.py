@@ -201,6 +201,7 @@ def test_elastic_workers_that_the_coordinator_has_put_out_are_not_started_anew_w
     assert "anew" not in first.stderr + second.stderr
 
 
+@pytest.mark.slow
 def test_workers_go_on_when_the_coordinator_comes_back_without_its_data(shell: Shell, coordinator: Coordinator, endpoint: str) -> None:
     script = shell.script(PLACE + "import pathlib, time\nwhile not pathlib.Path('done').exists(): time.sleep(0.01)\n")
     nodes = [shell.start("run", "--nnodes", "2", "--rdzv-endpoint", endpoint, script) for _ in range(2)]

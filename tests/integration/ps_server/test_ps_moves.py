@@ -98,6 +98,7 @@ def test_partitions_move_while_pushes_go_on_and_nothing_is_lost_or_doubled(start
     assert pair.servers[1].metric("shoal_ps_moved_partitions_total") == 4
 
 
+@pytest.mark.slow
 def test_the_pause_of_a_move_of_32_mib_with_the_state_of_adamw_is_short(start: Start) -> None:
     pair = start(("weight", 8 << 20, "float32"), partition=2 << 20)
     pair.trainer.begin()
@@ -113,7 +114,7 @@ def test_the_pause_of_a_move_of_32_mib_with_the_state_of_adamw_is_short(start: S
     assert min(pauses) < 2.0  # 0.5 where nothing else runs
 
 
-@pytest.mark.parametrize("other", [False, True], ids=["comes-back", "other-is-killed-too"])
+@pytest.mark.parametrize("other", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["comes-back", "other-is-killed-too"])
 def test_servers_can_be_killed_at_each_failpoint_of_a_move(start: Start, other: bool) -> None:
     """The one that passes it, or then both of them; what was acknowledged is there once, at the server that the map names."""
     pair = start()

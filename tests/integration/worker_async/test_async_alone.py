@@ -84,6 +84,7 @@ def services_of(pid: int) -> list[psutil.Process]:
     return services
 
 
+@pytest.mark.slow
 def test_the_services_are_gone_when_the_script_has_ended(script: subprocess.Popen[str], tmp_path: Path) -> None:
     services = trained(script)
     _, errors = script.communicate("", timeout=PATIENCE_S)

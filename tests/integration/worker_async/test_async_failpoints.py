@@ -88,6 +88,7 @@ def test_a_primary_and_its_backup_can_be_killed_at_each_failpoint_between_them(c
     assert worker.process.wait() == 0, worker.process.said()
 
 
+@pytest.mark.slow
 def test_giver_and_receiver_of_partitions_can_be_killed_at_each_failpoint_between_them(cluster: Make, tmp_path: Path) -> None:
     """A server comes and is drained again, for each failpoint; the run ends as one on which one server has all."""
     running = cluster(servers=1, max_servers=2)

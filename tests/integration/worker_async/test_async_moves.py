@@ -58,7 +58,12 @@ def alone(cluster: Make, tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"consistency": "ssp", "staleness_bound": 1}, {"consistency": "bsp"}, {"gradient_compression": {"name": "topk", "ratio": 0.1}}],
+    [
+        {},
+        pytest.param({"consistency": "ssp", "staleness_bound": 1}, marks=pytest.mark.slow),
+        {"consistency": "bsp"},
+        pytest.param({"gradient_compression": {"name": "topk", "ratio": 0.1}}, marks=pytest.mark.slow),
+    ],
     ids=["asp", "ssp", "bsp", "compressed"],
 )
 def test_servers_come_and_go_while_a_worker_trains_and_the_run_ends_as_if_they_had_not(

@@ -136,6 +136,7 @@ def test_replicas_outlive_a_rank_killed_at_any_moment(
     check_same_run(results, alone, running)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data_axis", ["fsdp"])
 def test_a_step_that_was_closed_counts_on_the_rank_of_a_mesh_that_missed_the_closing(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], data_axis: str

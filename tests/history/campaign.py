@@ -360,7 +360,7 @@ class Campaign:
             armed = f"{self._chance.choice(sorted(_MOVE_FAILPOINTS))}@1=kill" if self._chance.random() < 0.3 else ""
             target.armed, target.child = armed, target.start(armed)
             self._faults["server added"] += 1
-        elif not any(each.leaves for each in self._servers):
+        elif not any(each.leaves or not each.undisturbed for each in self._servers):
             target = self._chance.choice(self._servers)
             target.leaves = True
             thread = threading.Thread(target=self._drain, args=(target.name,))
@@ -377,7 +377,7 @@ class Campaign:
             self._over.wait(0.2)
 
     def _send_away(self, target: _Target) -> None:
-        if self._may_disturb(target):
+        if self._may_disturb(target) and not target.leaves:  # else nobody could say why it ended
             assert target.child is not None
             target.doomed = "told to end"
             target.child.kill(signal.SIGTERM)

@@ -221,6 +221,18 @@ class Moves:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FailedReceiver:
+    """A process that did not come to own the partitions of the last move to it."""
+
+    incarnation: str
+    """Another process in its place has not failed."""
+    failures: int
+    """Moves that failed in a row; at least one."""
+    until_ms: int
+    """When it may be given something again at the earliest."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class FailureReport:
     """What one member said about a failed collective."""
 
@@ -339,8 +351,8 @@ class JobState:
     """In memory only. When it was last looked for steps that stand."""
     look_at_moves_ms: int | None = 0
     """In memory only. When to look which move of partitions is due; None: nothing has changed since that was done."""
-    failed_moves: int = 0
-    """In memory only. How many moves of partitions failed in a row."""
+    failed_receivers: Mapping[int, FailedReceiver] = field(default_factory=dict)
+    """In memory only. By the index of a place to which the last move of partitions failed."""
     fresh_failures: int = 0
     """In memory only. Collectives that failed in generations one after another, each before Policy.fresh_generation_ms."""
 

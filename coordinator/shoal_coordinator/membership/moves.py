@@ -20,7 +20,7 @@ from shoal_coordinator.membership.events import MoveReported, ServerDrainRequest
 from shoal_coordinator.membership.places import holds_something, of_place, primaries, tell_all_settled, tell_move, tell_settled
 from shoal_coordinator.membership.reasons import Refusal
 from shoal_coordinator.membership.rebalancing import next_move
-from shoal_coordinator.membership.state import FailedReceiver, JobPhase, Move, Server, ServerRole
+from shoal_coordinator.membership.state import Drained, FailedReceiver, JobPhase, Move, Server, ServerRole
 
 
 def server_drain_requested(draft: Draft, event: ServerDrainRequested) -> None:
@@ -166,7 +166,8 @@ def _is_safe(draft: Draft, index: int) -> bool:
 
 
 def _end_place(draft: Draft, index: int) -> None:
-    """The servers of a place that holds nothing any more are told to end, as often as they are heard of; when all have, it is no place."""
+    """The servers of a place that holds nothing any more are told to end, as often as they are heard of; when all have, or their streams
+    broke before they heard it, it is no place."""
     servers = [server for server in draft.servers.values() if server.index == index]
     reason = f"drained: {draft.moves.draining[index]}"
     for server in servers:
@@ -177,7 +178,13 @@ def _end_place(draft: Draft, index: int) -> None:
     for server in servers:
         draft.remove_server(server.server_id)
         draft.records.append(Record(kind="server_drained", attributes=_named(server)))
-    draft.moves = replace(draft.moves, draining={other: why for other, why in draft.moves.draining.items() if other != index})
+    ended = {s.server_id: Drained(incarnation=s.incarnation, index=index, reason=reason) for s in servers}
+    before = {server_id: drained for server_id, drained in draft.moves.drained.items() if server_id not in ended}
+    draft.moves = replace(
+        draft.moves,
+        draining={other: why for other, why in draft.moves.draining.items() if other != index},
+        drained=dict([*before.items(), *ended.items()][-draft.policy.most_drained :]),
+    )
 
 
 def _named(server: Server) -> dict[str, str]:

@@ -108,5 +108,7 @@ class Policy:
     """How long after a move of partitions that failed its receiver is given something again; each further failure in a row doubles it, up
     to longest_move_retry_ms."""
     longest_move_retry_ms: int = 60_000
+    most_drained: int = 100
+    """Drained servers that are remembered, oldest forgotten first."""
     batches_retry_after_ms: int = 100
     """When to ask again, if all free batches are leased to others."""

@@ -209,8 +209,19 @@ class Move:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Drained:
+    """The process of a server whose place was drained. It may not have heard that it is to end."""
+
+    incarnation: str
+    index: int
+    """Its place, which may be another server's by now."""
+    reason: str
+    """Why, as it is told."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Moves:
-    """Partitions on their way, and the places that are to be left."""
+    """Partitions on their way, and the places that are to be left or were."""
 
     settled: int = 0
     """Number of the newest move that is settled; 0: none was. Never falls."""
@@ -218,6 +229,8 @@ class Moves:
     """The only one; its number is one above `settled`."""
     draining: Mapping[int, str] = field(default_factory=dict)
     """Index of a place that gives away all that it has -> why, for people. A place whose servers have all ended is in it no more."""
+    drained: Mapping[str, Drained] = field(default_factory=dict)
+    """Server id -> its last process that was drained. In the order they were, up to Policy.most_drained."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from shoal_coordinator.membership.spec import JobSpec
 from shoal_coordinator.membership.state import (
     Cause,
     Departure,
+    Drained,
     Generation,
     Identity,
     JobEnding,
@@ -245,6 +246,7 @@ def _parse_moves(value: Any) -> Moves:
         settled=value["settled"],
         under_way=None if move is None else Move(**{**move, "partitions": tuple(move["partitions"])}),
         draining={int(index): reason for index, reason in value["draining"].items()},
+        drained={server_id: Drained(**drained) for server_id, drained in value.get("drained", {}).items()},  # an older release wrote none
     )
 
 

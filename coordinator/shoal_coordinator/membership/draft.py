@@ -31,7 +31,7 @@ IN_MEMORY = frozenset(
         "standby_text",
         "looked_ms",
         "look_at_moves_ms",
-        "failed_moves",
+        "failed_receivers",
         "fresh_failures",
     ]
 )
@@ -89,7 +89,7 @@ class Draft:
         self.standby_text = state.standby_text
         self.looked_ms = state.looked_ms
         self.look_at_moves_ms = state.look_at_moves_ms
-        self.failed_moves = state.failed_moves
+        self.failed_receivers = state.failed_receivers
         self.fresh_failures = state.fresh_failures
 
         self.broken: list[str] = []
@@ -265,7 +265,7 @@ class Draft:
             standby_text=self.standby_text,
             looked_ms=self.looked_ms,
             look_at_moves_ms=self.look_at_moves_ms,
-            failed_moves=self.failed_moves,
+            failed_receivers=self.failed_receivers,
             fresh_failures=self.fresh_failures,
         )
         changes = Changes(

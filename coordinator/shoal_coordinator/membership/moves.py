@@ -4,6 +4,8 @@ A move is written, then its giver is told. It ends by the giver's report alone; 
 journal may say that they have left; if it does not, the move has failed, and the next one is that process's own. The new owner is written
 together with the end of the move, and only if the process that took the partitions is there still. All primaries are told when a move is
 settled, and each again when it comes back; so is the giver of its move.
+
+A receiver with a full disk, say, stays the emptiest of all: after a move to it that failed it is left out for a while, and others take.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from shoal_coordinator.membership.events import MoveReported, ServerDrainRequest
 from shoal_coordinator.membership.places import holds_something, of_place, primaries, tell_all_settled, tell_move, tell_settled
 from shoal_coordinator.membership.reasons import Refusal
 from shoal_coordinator.membership.rebalancing import next_move
-from shoal_coordinator.membership.state import JobPhase, Move, Server, ServerRole
+from shoal_coordinator.membership.state import Drained, FailedReceiver, JobPhase, Move, Server, ServerRole
 
 
 def server_drain_requested(draft: Draft, event: ServerDrainRequested) -> None:
@@ -71,19 +73,28 @@ def _settle(draft: Draft, move: Move, event: MoveReported) -> None:
     attributes = {"move": str(move.number), "partitions": str(len(move.partitions)), "from": str(move.giver), "to": str(move.receiver)}
     failure = _failure(draft, move, event)
     if failure:
-        wait_ms = min(draft.policy.move_retry_ms << min(draft.failed_moves, 16), draft.policy.longest_move_retry_ms)
-        draft.failed_moves += 1
-        draft.look_at_moves_ms = draft.now.ms + wait_ms
+        _leave_out(draft, move, event)
         draft.records.append(Record(kind="move_failed", attributes={**attributes, "reason": failure}))
     else:
         nbytes = sum(draft.layout.sizes[partition] for partition in move.partitions)
         draft.layout = draft.layout.moved(move.partitions, move.receiver)
-        draft.failed_moves = 0
-        draft.look_at_moves_ms = draft.now.ms
+        draft.failed_receivers = {index: failed for index, failed in draft.failed_receivers.items() if index != move.receiver}
         attributes |= {"bytes": str(nbytes), "epoch": str(draft.layout.epoch)}
         draft.records.append(Record(kind="partitions_moved", attributes=attributes))
     draft.moves = replace(draft.moves, settled=move.number, under_way=None)
+    draft.look_at_moves_ms = draft.now.ms
     tell_all_settled(draft)
+
+
+def _leave_out(draft: Draft, move: Move, event: MoveReported) -> None:
+    """The receiver of a move that failed is given nothing for a while: the process that had taken the partitions, or that is there now."""
+    receiver = of_place(draft, move.receiver, ServerRole.PRIMARY)
+    incarnation = event.receiver_incarnation or ("" if receiver is None else receiver.incarnation)
+    before = draft.failed_receivers.get(move.receiver)
+    failures = before.failures if before is not None and before.incarnation == incarnation else 0
+    wait_ms = min(draft.policy.move_retry_ms << min(failures, 16), draft.policy.longest_move_retry_ms)
+    failed = FailedReceiver(incarnation=incarnation, failures=failures + 1, until_ms=draft.now.ms + wait_ms)
+    draft.failed_receivers = {**draft.failed_receivers, move.receiver: failed}
 
 
 def _failure(draft: Draft, move: Move, event: MoveReported) -> str:
@@ -101,7 +112,7 @@ def _failure(draft: Draft, move: Move, event: MoveReported) -> str:
 def moves_due(draft: Draft) -> None:
     """At the end of each transition: places that were left are ended, and the next move begins if one is due.
 
-    Looks only when something has changed that this depends on, or the wait after a failed move is over: it goes through all partitions.
+    Looks only when something has changed that this depends on, or the wait for a receiver is over: it goes through all partitions.
     """
     if draft.look_at_moves_ms is None or draft.layout is None or draft.now.ms < draft.look_at_moves_ms:
         return
@@ -117,10 +128,11 @@ def _begin_next(draft: Draft) -> None:
     assert draft.layout is not None, "the caller has looked"
     there = primaries(draft)
     serving = [index for index, primary in there.items() if primary.serves]
+    left_out = {index: until_ms for index in serving if (until_ms := _left_out_until_ms(draft, there[index])) is not None}
     plan = next_move(
         draft.layout,
         givers=serving,
-        receivers=[index for index in serving if _is_safe(draft, index)],
+        receivers=[index for index in serving if index not in left_out and _is_safe(draft, index)],
         draining=draft.moves.draining.keys(),
     )
     if plan is not None:
@@ -135,6 +147,16 @@ def _begin_next(draft: Draft) -> None:
         draft.moves = replace(draft.moves, under_way=move)
         draft.reasons.append(f"move {move.number}: {len(move.partitions)} partitions from server {move.giver} to server {move.receiver}")
         tell_move(draft, giver)
+    else:
+        draft.look_at_moves_ms = min(left_out.values(), default=None)
+
+
+def _left_out_until_ms(draft: Draft, primary: Server) -> int | None:
+    """Until when a server is given nothing, after moves to this process that failed; None: it can be given something."""
+    failed = draft.failed_receivers.get(primary.index)
+    if failed is None or failed.incarnation != primary.incarnation or failed.until_ms <= draft.now.ms:
+        return None
+    return failed.until_ms
 
 
 def _is_safe(draft: Draft, index: int) -> bool:
@@ -144,7 +166,8 @@ def _is_safe(draft: Draft, index: int) -> bool:
 
 
 def _end_place(draft: Draft, index: int) -> None:
-    """The servers of a place that holds nothing any more are told to end, as often as they are heard of; when all have, it is no place."""
+    """The servers of a place that holds nothing any more are told to end, as often as they are heard of; when all have, or their streams
+    broke before they heard it, it is no place."""
     servers = [server for server in draft.servers.values() if server.index == index]
     reason = f"drained: {draft.moves.draining[index]}"
     for server in servers:
@@ -155,7 +178,13 @@ def _end_place(draft: Draft, index: int) -> None:
     for server in servers:
         draft.remove_server(server.server_id)
         draft.records.append(Record(kind="server_drained", attributes=_named(server)))
-    draft.moves = replace(draft.moves, draining={other: why for other, why in draft.moves.draining.items() if other != index})
+    ended = {s.server_id: Drained(incarnation=s.incarnation, index=index, reason=reason) for s in servers}
+    before = {server_id: drained for server_id, drained in draft.moves.drained.items() if server_id not in ended}
+    draft.moves = replace(
+        draft.moves,
+        draining={other: why for other, why in draft.moves.draining.items() if other != index},
+        drained=dict([*before.items(), *ended.items()][-draft.policy.most_drained :]),
+    )
 
 
 def _named(server: Server) -> dict[str, str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from shoal_common.errors import InvalidRequestError, LimitError, PreconditionError, UnavailableError
 
 from shoal_coordinator.membership.draft import Draft
-from shoal_coordinator.membership.effects import EndServerSession, Record, SendMembers
+from shoal_coordinator.membership.effects import EndServerSession, Record, SendMembers, StopServer
 from shoal_coordinator.membership.events import BackupReported, Ending, ServerLost, ServerRegistered, TensorsDeclared
 from shoal_coordinator.membership.places import holds_something, next_epoch, of_place, primaries, tell_all_settled, tell_place
 from shoal_coordinator.membership.reasons import Refusal
@@ -25,10 +25,12 @@ class Registered:
     """The outcome of ServerRegistered."""
 
     index: int
+    """Its place; of a process that was drained, the one it had."""
 
 
 def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
-    """A parameter server opened a session: a new one takes the lowest free place, one that was there before keeps its own."""
+    """A parameter server opened a session: a new one takes the lowest free place, one that was there before keeps its own. A process that
+    was drained is told to end."""
     if draft.spec.parameter_servers == 0:
         raise PreconditionError(
             f"job {draft.spec.job_id} has no parameter servers; create it with parameter_servers >= 1", reason=Refusal.JOB_WITHOUT_SERVERS
@@ -36,6 +38,10 @@ def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
     if not event.address and not draft.spec.parameter_server_backups:
         raise InvalidRequestError("register.address='': expected host:port with a port of 1 to 65535")
     known = draft.servers.get(event.server_id)
+    drained = draft.moves.drained.get(event.server_id)
+    if known is None and drained is not None and event.incarnation and drained.incarnation == event.incarnation:
+        draft.effects.append(StopServer(server_id=event.server_id, reason=drained.reason))
+        return Registered(index=drained.index)
     if known is not None and known.alive and (known.host, known.pid) != (event.host, event.pid):
         raise PreconditionError(
             f"server_id {event.server_id} belongs to process {known.pid} on {known.host}, whose lease has not ended; "

@@ -105,8 +105,10 @@ class Policy:
     epochs_kept: int = 2
     """Epochs of one loader whose leases are kept at once; asking for an older one is answered with epoch_done."""
     move_retry_ms: int = 2_000
-    """How long after a move of partitions that failed the next one is planned; each further failure in a row doubles it, up to
-    longest_move_retry_ms."""
+    """How long after a move of partitions that failed its receiver is given something again; each further failure in a row doubles it, up
+    to longest_move_retry_ms."""
     longest_move_retry_ms: int = 60_000
+    most_drained: int = 100
+    """Drained servers that are remembered, oldest forgotten first."""
     batches_retry_after_ms: int = 100
     """When to ask again, if all free batches are leased to others."""

@@ -209,8 +209,19 @@ class Move:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Drained:
+    """The process of a server whose place was drained. It may not have heard that it is to end."""
+
+    incarnation: str
+    index: int
+    """Its place, which may be another server's by now."""
+    reason: str
+    """Why, as it is told."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Moves:
-    """Partitions on their way, and the places that are to be left."""
+    """Partitions on their way, and the places that are to be left or were."""
 
     settled: int = 0
     """Number of the newest move that is settled; 0: none was. Never falls."""
@@ -218,6 +229,20 @@ class Moves:
     """The only one; its number is one above `settled`."""
     draining: Mapping[int, str] = field(default_factory=dict)
     """Index of a place that gives away all that it has -> why, for people. A place whose servers have all ended is in it no more."""
+    drained: Mapping[str, Drained] = field(default_factory=dict)
+    """Server id -> its last process that was drained. In the order they were, up to Policy.most_drained."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailedReceiver:
+    """A process that did not come to own the partitions of the last move to it."""
+
+    incarnation: str
+    """Another process in its place has not failed."""
+    failures: int
+    """Moves that failed in a row; at least one."""
+    until_ms: int
+    """When it may be given something again at the earliest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,8 +364,8 @@ class JobState:
     """In memory only. When it was last looked for steps that stand."""
     look_at_moves_ms: int | None = 0
     """In memory only. When to look which move of partitions is due; None: nothing has changed since that was done."""
-    failed_moves: int = 0
-    """In memory only. How many moves of partitions failed in a row."""
+    failed_receivers: Mapping[int, FailedReceiver] = field(default_factory=dict)
+    """In memory only. By the index of a place to which the last move of partitions failed."""
     fresh_failures: int = 0
     """In memory only. Collectives that failed in generations one after another, each before Policy.fresh_generation_ms."""
 

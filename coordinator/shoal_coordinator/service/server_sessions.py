@@ -75,7 +75,8 @@ class ServerSessions:
                 )
                 mailbox.post(Slot.WELCOME, pb.ServerDirective(welcome=welcome).SerializeToString())
                 job.sessions.attach_server(event.server_id, mailbox)
-                job.set_server_pulse(event.server_id, ServerPulse(heard_ms=self._clock.now().ms))
+                if event.server_id in job.state.servers:  # else it was drained, and is told to end
+                    job.set_server_pulse(event.server_id, ServerPulse(heard_ms=self._clock.now().ms))
                 if answer.done():
                     self._detach(job, event.server_id, mailbox)
                 else:

@@ -25,6 +25,7 @@ from shoal_coordinator.membership.spec import JobSpec
 from shoal_coordinator.membership.state import (
     Cause,
     Departure,
+    Drained,
     Generation,
     Identity,
     JobEnding,
@@ -253,6 +254,7 @@ def _parse_moves(value: Any) -> Moves:
         settled=value["settled"],
         under_way=None if move is None else Move(**{**move, "partitions": tuple(move["partitions"])}),
         draining={int(index): reason for index, reason in value["draining"].items()},
+        drained={server_id: Drained(**drained) for server_id, drained in value.get("drained", {}).items()},  # an older release wrote none
     )
 
 

@@ -62,6 +62,10 @@ def test_a_server_that_comes_gets_a_share_and_one_that_is_drained_gives_all_away
     s0.kill()
     eventually(lambda: [s.server_id for s in job.get().servers] == ["s1"], "the drained server's place to be free")
     assert moves_of(job) == ["partitions_moved", "server_draining", "partitions_moved", "server_drained"]
+    back = make_server(job, "s0", incarnation="first")  # its stream broke, but it lives
+    assert back.told("welcome").server_index == 0
+    assert back.told("stop").reason == "drained: its machine is wanted"
+    assert [s.server_id for s in job.get().servers] == ["s1"]
     assert make_server(job, "s3").told("welcome").server_index == 0
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import hypothesis.strategies as st
 from hypothesis import settings
@@ -28,7 +28,7 @@ from shoal_coordinator.membership.events import (
 from shoal_coordinator.membership.pulse import Pulses
 from shoal_coordinator.membership.shards import TensorSpec
 from shoal_coordinator.membership.spec import JobSpec
-from shoal_coordinator.membership.state import JobState, Move, Now, ServerRole
+from shoal_coordinator.membership.state import Drained, JobState, Move, Now, ServerRole
 from shoal_coordinator.membership.transition import Transition, transition
 from shoal_coordinator.state.codec import decode_state, encode_changes, everything
 
@@ -104,6 +104,7 @@ class Moving(RuleBasedStateMachine):
         self.processes: dict[str, Process] = {}
         self.on_their_way: list[Copy] = []
         self.acknowledged = dict.fromkeys(range(PARTITIONS), 0)
+        self.drained: set[str] = set()
         for name in NAMES[:first]:
             self.start(name)
         tensor = TensorSpec(name="w", shape=(PARTITIONS * LARGEST_PARTITION,), dtype="float32")
@@ -115,7 +116,10 @@ class Moving(RuleBasedStateMachine):
 
     def happen(self, event: Event | None = None) -> Transition:
         now = Now(ms=self.ms, unix_ms=self.ms)
+        before = self.state.servers
         decided = transition(self.state, now, [] if event is None else [event], pulses=Pulses(), nonce="0" * 32)
+        left = [record.attributes["server_id"] for record in decided.records if record.kind == "server_drained"]
+        self.drained.update(before[name].incarnation for name in left)
         self.state = decided.state
         written = encode_changes(decided.state, decided.changes)
         self.redis.update(written.put)
@@ -183,6 +187,13 @@ class Moving(RuleBasedStateMachine):
     def lose(self, name: str) -> None:
         """The coordinator notices that a process is gone."""
         if name not in self.processes:
+            self.happen(ServerLost(server_id=name, ending=Ending.STREAM_BROKEN))
+
+    @rule(name=st.sampled_from(NAMES))
+    def cut(self, name: str) -> None:
+        """The stream of a process that lives breaks, with what was on its way to it."""
+        if name in self.processes:
+            self.processes[name].inbox = None
             self.happen(ServerLost(server_id=name, ending=Ending.STREAM_BROKEN))
 
     @rule(choices=st.lists(st.integers(min_value=0, max_value=11), min_size=1, max_size=5))
@@ -316,6 +327,10 @@ class Moving(RuleBasedStateMachine):
             assert all(process.disk.applied[partition] == pushes for process in serving)
 
     @invariant()
+    def a_process_that_was_drained_never_gets_a_place_again(self) -> None:
+        assert not self.drained & {server.incarnation for server in self.state.servers.values()}
+
+    @invariant()
     def what_is_decided_is_written(self) -> None:
         read = decode_state(self.redis)
         assert (read.moves, read.layout, read.servers) == (self.state.moves, self.state.layout, self.state.servers)
@@ -390,3 +405,18 @@ def test_a_copy_that_a_dead_giver_had_sent_is_not_taken_for_that_of_the_next_pro
     assert job.owners()[partition] == "s1"
     job.what_the_map_names_has_all_that_was_acknowledged_on_its_disk()
     job.calm()
+
+
+def test_of_the_processes_that_were_drained_the_last_hundred_are_remembered() -> None:
+    job = Moving()
+    job.begin(first=1)
+    drained = {f"d{number}": Drained(incarnation=f"i{number}", index=1, reason="r") for number in range(100)}
+    job.state = replace(job.state, moves=replace(job.state.moves, drained=drained))
+    job.start("s1")
+    for _ in ("settled", "move"):
+        job.read("s0")
+    job.give_up("s0")
+    job.kill("s1", noticed=True)
+    job.drain("s1")
+    assert list(job.state.moves.drained) == [*list(drained)[1:], "s1"]
+    assert decode_state(job.redis).moves == job.state.moves

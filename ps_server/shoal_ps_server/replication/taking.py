@@ -143,6 +143,7 @@ class Receiver:
             taken_record(offer.move, sorted(came), offer.batches), lambda: self._moves.take(offer.move, sorted(came), offer.batches)
         )
         await self._changes.in_time(lambda: asyncio.shield(done))
+        self._check_open(offer)  # else nothing was taken
         failpoint("move.taken")
 
     def _check_stream(self, offer: _Offer, stream: object) -> None:
@@ -185,11 +186,13 @@ def _offer(item: Item) -> _Offer:
                 f"format={found}: this server's release has {FORMAT_VERSION}; servers that hand partitions over must be of one release",
                 reason="FORMAT_UNSUPPORTED",
             )
+        if not (partitions := frozenset(map(int, fields["partitions"]))):
+            raise _malformed("its first item names no partitions")
         return _Offer(
             job_id=str(fields["job_id"]),
             move=int(fields["move"]),
             epoch=int(fields["epoch"]),
-            partitions=frozenset(map(int, fields["partitions"])),
+            partitions=partitions,
             configuration=None if fields["configuration"] is None else configuration_from_json(fields["configuration"]),
             members=members_from_json(fields["members"]),
             batches=tuple((int(first), int(end)) for first, end in fields["batches"]),

@@ -40,7 +40,7 @@ from shoal_ps_server.storage.directory import DataDirectory
 from shoal_ps_server.storage.image import Members, ServerImage, state_from_json
 from shoal_ps_server.storage.moves import Moves
 from shoal_ps_server.storage.record import Record, read_all
-from shoal_ps_server.storage.recovery import LEAVING, PUSH, Recovered, Replay, settled_record
+from shoal_ps_server.storage.recovery import LEAVING, PUSH, SETTLED, TAKEN, Recovered, Replay, settled_record
 from shoal_ps_server.storage.snapshot import partition_from_bytes
 
 from tests.unit.ps_server.journaled import ADAMW, JOB, SERVER, Journaled, file, opened, run, same, state_of
@@ -812,6 +812,96 @@ def test_a_giver_that_cannot_put_together_what_it_sends_says_so_and_serves_on(ma
         await server.stop(None)
 
     run(test())
+
+
+async def all_but_the_end(giver: Moved, receiver: Moved) -> tuple[asyncio.Task[None], Follows, asyncio.Event]:
+    """The receiver has all partitions, and hears that this is all when the event is set; its changes wait for a backup."""
+    giver.server.shard.freeze(ORDER.partition_ids)
+    *first, last = [chunk async for chunk in giver.giver._chunks(ORDER, lambda: None)]
+    server, go, following = receiver.server, asyncio.Event(), Follows()
+
+    async def messages() -> AsyncIterator[bytes]:
+        for chunk in first:
+            yield chunk
+        await go.wait()
+        yield last
+
+    taking = asyncio.create_task(receiver.receiver.take(messages()))
+    await until(lambda: server.moves.coming is not None and server.moves.coming.images.keys() == ORDER.partition_ids)
+    await server.journal.append(None, lambda: server.journal.follow(following))
+    await server.journal.append(None, lambda: server.journal.hold(position=0, confirmed=0))
+    return taking, following, go
+
+
+def test_a_stream_whose_move_is_settled_meanwhile_takes_nothing_and_the_server_starts_again(make, tmp_path) -> None:
+    """Also while the decision waits for a backup."""
+
+    async def test() -> None:
+        async with two(tmp_path, make) as (giver, receiver, _):
+            server, told = receiver.server, Told(receiver)
+            taking, following, go = await all_but_the_end(giver, receiver)
+            async with told.running() as mover:
+                mover.settled(1, 1)
+                await until(lambda: SETTLED in following.heard)
+                go.set()
+                with pytest.raises(PreconditionError) as caught:
+                    await taking
+                assert caught.value.reason == "MOVE_SETTLED"
+                server.journal.follow_no_more()
+                await until(lambda: server.moves.coming is None)
+            assert not server.failures
+
+    run(test())
+    with DataDirectory(tmp_path / "receiver") as directory:
+        moves = directory.recover(job_id=JOB, server_id=SERVER).moves
+    assert (moves.settled, moves.taken, moves.coming) == (1, None, None)
+
+
+def test_a_receiver_does_not_say_that_it_has_what_came_too_late(make, tmp_path) -> None:
+    """The decision comes while the last record of the stream is on its way."""
+
+    async def test() -> None:
+        async with two(tmp_path, make) as (giver, receiver, _):
+            server = receiver.server
+            taking, following, go = await all_but_the_end(giver, receiver)
+            go.set()
+            await until(lambda: TAKEN in following.heard)
+            server.moves.settled = 1
+            server.journal.follow_no_more()
+            with pytest.raises(PreconditionError) as caught:
+                await taking
+            assert caught.value.reason == "MOVE_SETTLED"
+            assert server.moves.taken is None
+
+    run(test())
+
+
+def test_a_stream_without_partitions_is_refused(make, tmp_path) -> None:
+    async def test() -> None:
+        async with two(tmp_path, make) as (giver, receiver, _):
+            with pytest.raises(InvalidRequestError) as caught:
+                await receiver.receiver.take(giver.giver._chunks(replace(ORDER, partition_ids=frozenset()), lambda: None))
+            assert caught.value.reason == "STREAM_MALFORMED"
+
+    run(test())
+
+
+def test_a_record_of_a_move_that_nothing_came_of_takes_nothing(make) -> None:
+    """However it came into the journal: a server that could not make it again would never start."""
+    shard = make.shard(*specs(make))
+    image = shard.image(1)
+    assert image is not None
+    moves = Moves(Shard())
+    moves.take(1, [], [(1, 3)])
+    moves.take(1, [1], ())
+    moves.bring(2, image)
+    moves.take(1, [1], ())
+    moves.take(2, [1, 3], ())
+    assert moves.taken is None
+    moves.settle(2)
+    moves.bring(2, image)
+    moves.take(2, [1], ())
+    assert (moves.taken, moves.coming) == (None, None)
 
 
 def test_the_journal_does_not_go_back_to_the_map_before_one_that_is_on_its_way(make, tmp_path) -> None:

@@ -19,6 +19,7 @@ import torch
 from prometheus_client import CollectorRegistry
 from shoal_common.errors import InvalidRequestError, PreconditionError, ShoalError, UnavailableError
 from shoal_common.rpc.channel import ChannelSettings
+from shoal_protos.v1 import coordinator_pb2
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.configuration import Configuration
 from shoal_ps_server.consistency.clocks import Clocks, Consistency, ConsistencyMode
@@ -33,11 +34,11 @@ from shoal_ps_server.service.layouts import Layouts
 from shoal_ps_server.service.mover import Mover
 from shoal_ps_server.session import MoveOrder, Place, incarnation
 from shoal_ps_server.shard.batches import Batches
-from shoal_ps_server.shard.layout import Layout, PartitionSpec
+from shoal_ps_server.shard.layout import Layout, PartitionSpec, layout_from_shard_map
 from shoal_ps_server.shard.optimizer import optimizer_settings
 from shoal_ps_server.shard.shard import Shard
 from shoal_ps_server.storage.directory import DataDirectory
-from shoal_ps_server.storage.image import Members, ServerImage, state_from_json
+from shoal_ps_server.storage.image import Members, ServerImage, layout_from_json, layout_to_json, state_from_json
 from shoal_ps_server.storage.moves import Moves
 from shoal_ps_server.storage.record import Record, read_all
 from shoal_ps_server.storage.recovery import LEAVING, PUSH, SETTLED, TAKEN, Recovered, Replay, settled_record
@@ -628,6 +629,71 @@ def test_a_fresh_receiver_goes_on_with_the_givers_clocks_fence_and_batches(make,
             assert giver.membership.clocks.members["b"].clock == 0
 
     run(test())
+
+
+def test_a_receiver_that_holds_frozen_tensors_alone_goes_on_with_the_givers_clocks(make, tmp_path) -> None:
+    """No member tells it of clocks: neither before trained tensors come, nor after they have gone."""
+
+    async def test() -> None:
+        async with two(tmp_path, make) as (giver, receiver, _):
+
+            async def move(number: int, partition_id: int, there: set[int]) -> None:
+                """`there`: what the receiver has afterwards."""
+                one, other = (giver, receiver) if partition_id in there else (receiver, giver)
+                await one.hand_over(other, replace(ORDER, move=number, partition_ids=frozenset({partition_id}), receiver_index=other.index))
+                for server in (giver, receiver):
+                    owners = {spec.partition_id: int(spec.partition_id in there) for spec in specs(make)}
+                    partitions = {spec.partition_id: spec for spec in specs(make) if owners[spec.partition_id] == server.index}
+                    layout = layout_of(make, server.index, moved=False)
+                    server.of_coordinator = replace(
+                        layout, epoch=number + 1, partitions=partitions, owners=owners, frozen=frozenset({"bias"})
+                    )
+                    await server.layouts.at_least(number + 1)
+                    await server.server.changes.move(settled_record(number), lambda server=server: server.server.moves.settle(number))
+
+            def giver_is_at(clock: int) -> None:
+                clocks = Clocks()
+                clocks.follow("abc")
+                clocks.report("a", 1)
+                clocks.report("a", 1 + clock)
+                giver.server.members = Members.of(Fence.restored(generation=4, members="abc", put_out={}), clocks)
+
+            def receivers() -> int:
+                return receiver.membership.clocks.members["a"].clock
+
+            giver_is_at(1)
+            await move(1, 3, {3})
+            assert receivers() == 1
+            giver_is_at(5)
+            await move(2, 1, {1, 3})
+            assert receivers() == 5
+            giver_is_at(7)
+            await move(3, 0, {0, 1, 3})
+            assert receivers() == 5  # it has been told of clocks since
+            await move(4, 0, {1, 3})
+            await move(5, 1, {3})
+            giver_is_at(9)
+            await move(6, 1, {1, 3})
+            assert receivers() == 9
+
+    run(test())
+    with DataDirectory(tmp_path / "receiver") as directory:
+        layout = directory.recover(job_id=JOB, server_id=SERVER).layout
+    assert layout is not None
+    assert layout.frozen == {"bias"}
+
+
+def test_a_shard_map_says_which_tensors_are_frozen_and_one_of_an_older_release_does_not(make) -> None:
+    shard_map = coordinator_pb2.ShardMap(epoch=1, partitions=[coordinator_pb2.Partition(partition_id=0, primary=0)])
+    for index, (name, frozen) in enumerate((("weight", False), ("table", True))):
+        shard_map.tensors.append(coordinator_pb2.TensorSpec(name=name, shape=[4], dtype="float32", frozen=frozen))
+        shard_map.partitions[0].pieces.append(coordinator_pb2.Piece(tensor_index=index, length=4))
+    layout = layout_from_shard_map(shard_map, server_index=0)
+    assert layout.frozen == {"table"}
+    written = layout_to_json(layout)
+    assert layout_from_json(written) == layout
+    del written["frozen"]
+    assert layout_from_json(written) == replace(layout, frozen=frozenset())
 
 
 def test_runs_of_batches_of_two_servers_become_one() -> None:

@@ -1,8 +1,8 @@
 """The receiver's side of a move: partitions of another server are written to the journal, and wait there for the shard map that says whose
 they are. Belongs to the event loop.
 
-A receiver that holds no values yet goes on with the giver's clocks: a member is there as far as it was, and those who rest are not waited
-for. One that has values keeps its own.
+A receiver that holds no values of trained tensors goes on with the giver's clocks: a member is there as far as it was, and those who rest
+are not waited for. One that has some keeps its own: it is told of clocks, as who holds frozen tensors alone is not.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class Receiver:
         try:
             async with asyncio.timeout(limit_s) as limit, aclosing(received_items(messages)) as items:
                 offer = _offer(await anext(items, Item(kind=WHOLE)))
-                configuration = await self._check(offer)
-                await self._take_all(offer, configuration, items, stream)
+                configuration, layout = await self._check(offer)
+                await self._take_all(offer, configuration, layout, items, stream)
         except CorruptDataError as error:  # this is a request, and what is wrong with it the giver's fault
             raise InvalidRequestError(str(error), reason=error.reason) from error
         except TimeoutError as error:
@@ -96,18 +96,18 @@ class Receiver:
                 raise
             raise DeadlineError(f"the stream did not come to its end within {limit_s:g} s", reason="STREAM_IDLE") from error
 
-    async def _check(self, offer: _Offer) -> Configuration | None:
+    async def _check(self, offer: _Offer) -> tuple[Configuration | None, Layout]:
         """Whether this server can have them; it is configured as the giver is then, and knows as much of the job."""
         if offer.job_id != self._job_id:
             raise UnknownResourceError(f"this server holds job {self._job_id!r}, the stream is of {offer.job_id!r}", reason="JOB_UNKNOWN")
         self._check_open(offer)
         # A newer move means that the coordinator has decided on those before it: what it gave this server is to be known first.
         before = self._moves.taken
-        await self._layout_of(offer.epoch, before is not None and before.move != offer.move)
+        layout = await self._layout_of(offer.epoch, before is not None and before.move != offer.move)
         self._check_not_held(offer)
         # Else who was put out there could go on here.
         await self._membership.know(offer.members.generation)
-        return None if offer.configuration is None else await self._agree(offer.configuration)
+        return None if offer.configuration is None else await self._agree(offer.configuration), layout
 
     def _check_open(self, offer: _Offer) -> None:
         newest = max((each.move for each in (self._moves.taken, self._moves.coming) if each is not None), default=0)
@@ -116,7 +116,9 @@ class Receiver:
                 f"move {offer.move} is over: this server knows of move {max(self._moves.settled, newest)}", reason="MOVE_SETTLED"
             )
 
-    async def _take_all(self, offer: _Offer, configuration: Configuration | None, items: AsyncIterator[Item], stream: object) -> None:
+    async def _take_all(
+        self, offer: _Offer, configuration: Configuration | None, layout: Layout, items: AsyncIterator[Item], stream: object
+    ) -> None:
         came: dict[int, asyncio.Future[None]] = {}
         async for item in items:
             if item.kind == WHOLE:
@@ -136,13 +138,14 @@ class Receiver:
         for written in came.values():
             if written.done():
                 written.result()  # refused: what is written from here on must not count on it
-        is_fresh = not any(self._shard.summary().versions.values())
+        is_fresh = not self._shard.is_trained(layout.frozen)
         self._membership.take_over(offer.members.fence(), offer.members.restored_clocks() if is_fresh else None)
         self._changes.members_changed()  # the next record stands behind them
         done = self._changes.move(
             taken_record(offer.move, sorted(came), offer.batches), lambda: self._moves.take(offer.move, sorted(came), offer.batches)
         )
         await self._changes.in_time(lambda: asyncio.shield(done))
+        self._check_open(offer)  # else nothing was taken
         failpoint("move.taken")
 
     def _check_stream(self, offer: _Offer, stream: object) -> None:
@@ -185,11 +188,13 @@ def _offer(item: Item) -> _Offer:
                 f"format={found}: this server's release has {FORMAT_VERSION}; servers that hand partitions over must be of one release",
                 reason="FORMAT_UNSUPPORTED",
             )
+        if not (partitions := frozenset(map(int, fields["partitions"]))):
+            raise _malformed("its first item names no partitions")
         return _Offer(
             job_id=str(fields["job_id"]),
             move=int(fields["move"]),
             epoch=int(fields["epoch"]),
-            partitions=frozenset(map(int, fields["partitions"])),
+            partitions=partitions,
             configuration=None if fields["configuration"] is None else configuration_from_json(fields["configuration"]),
             members=members_from_json(fields["members"]),
             batches=tuple((int(first), int(end)) for first, end in fields["batches"]),

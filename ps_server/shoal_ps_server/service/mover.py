@@ -93,9 +93,10 @@ class Mover:
 
     async def _end_moves(self, move: int) -> None:
         # A record of the move may be on its way still.
-        if not await asyncio.shield(self._changes.in_order(lambda: self._moves.is_open(move))):
-            self._moves.settled = max(self._moves.settled, move)  # a recovery is told again
-            return
+        is_open = await asyncio.shield(self._changes.in_order(lambda: self._moves.is_open(move)))
+        self._moves.settled = max(self._moves.settled, move)  # before it is written: no stream of the move goes on behind that
+        if not is_open:
+            return  # a recovery is told again
         stays = frozenset() if self._moves.leaving is None else self._moves.leaving.partitions
         await asyncio.shield(self._changes.move(settled_record(move), lambda: self._moves.settle(move)))
         self._giver.freed(stays)

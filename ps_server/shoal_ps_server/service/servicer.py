@@ -240,7 +240,6 @@ class ParameterServerServicer:
             place, generation = at_least("place", request.place, 0), at_least("generation", request.generation, 0)
             if request.shard_map_epoch:
                 await self._layouts.of_epoch(request.shard_map_epoch)
-            self._check_clocks_stay()
             if generation:
                 await self._membership.admit(member_id, generation)
             elif member_id not in self._membership.fence.members:
@@ -248,6 +247,10 @@ class ParameterServerServicer:
                     f"member {member_id!r} is not in generation {self._membership.fence.generation}, the newest known here",
                     reason="MEMBER_UNKNOWN",
                 )
+            # Partitions may have begun to move, or have moved, while it waited; from here on nothing waits.
+            if request.shard_map_epoch:
+                await self._layouts.of_epoch(request.shard_map_epoch)
+            self._check_clocks_stay()
             if request.has_read:
                 self._membership.has_read(member_id, clock)
             else:

@@ -119,6 +119,8 @@ class Layout:
     """Every partition of the job -> server index of its primary: to tell a misdirected request where to go."""
     tensors: frozenset[str]
     """Names of all tensors of the job, whoever holds them."""
+    frozen: frozenset[str] = frozenset()
+    """Names of those that are not trained, and that no member tells clocks of."""
 
 
 def layout_from_shard_map(shard_map: coordinator_pb2.ShardMap, *, server_index: int) -> Layout:
@@ -138,6 +140,7 @@ def layout_from_shard_map(shard_map: coordinator_pb2.ShardMap, *, server_index: 
         partitions=MappingProxyType(partitions),
         owners=MappingProxyType(owners),
         tensors=frozenset(tensor.name for tensor in shard_map.tensors),
+        frozen=frozenset(tensor.name for tensor in shard_map.tensors if tensor.frozen),
     )
 
 

@@ -346,6 +346,11 @@ class Shard:
         assert not partition.on_their_way, "what was admitted is waited for"
         return partition.as_it_is()
 
+    def is_trained(self, frozen: AbstractSet[str]) -> bool:
+        """Whether a partition here has values of a tensor that is not among these."""
+        held = [partition for partition in self._partitions.values() if partition.version]
+        return any(piece.tensor not in frozen for partition in held for piece in partition.spec.pieces)
+
     def partition_ids(self) -> tuple[int, ...]:
         """Those held, ascending, with values or without."""
         return tuple(sorted(self._partitions))

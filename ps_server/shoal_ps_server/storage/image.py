@@ -140,6 +140,7 @@ def layout_to_json(layout: Layout) -> dict[str, Any]:
         "epoch": layout.epoch,
         "server_index": layout.server_index,
         "tensors": sorted(layout.tensors),
+        "frozen": sorted(layout.frozen),
         "owners": sorted(layout.owners.items()),
         "partitions": list(map(spec_to_json, layout.partitions.values())),
     }
@@ -154,6 +155,7 @@ def layout_from_json(value: Mapping[str, Any]) -> Layout:
         partitions=MappingProxyType({spec.partition_id: spec for spec in specs}),
         owners=MappingProxyType({int(partition): int(owner) for partition, owner in value["owners"]}),
         tensors=frozenset(map(str, value["tensors"])),
+        frozen=frozenset(map(str, value.get("frozen", ()))),  # not in what older releases wrote
     )
 
 

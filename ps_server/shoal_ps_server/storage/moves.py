@@ -74,17 +74,17 @@ class Moves:
         self.coming = Taken(move=move, images={**before, image.spec.partition_id: image})
 
     def take(self, move: int, partition_ids: Iterable[int], batches: Iterable[tuple[int, int]]) -> None:
-        """All partitions of a move are here, if that is not late, too. `batches`: runs of finished ones, as the giver knows them."""
-        if self._is_late(move):
-            return
-        if self.coming is None or self.coming.move != move:
-            raise ValueError(f"partitions of move {move} have not come")
-        self.taken = Taken(move=move, images={number: self.coming.images[number] for number in partition_ids})
-        self.coming = None
+        """All partitions of a move are here. Where that is late, too, or one of them is not here, nothing is taken. `batches`: runs of
+        finished ones, as the giver knows them, which they are in any case."""
         self._shard.add_batches(batches)
+        wanted = frozenset(partition_ids)
+        if self._is_late(move) or self.coming is None or self.coming.move != move or not wanted <= self.coming.images.keys():
+            return
+        self.taken = Taken(move=move, images={number: self.coming.images[number] for number in sorted(wanted)})
+        self.coming = None
 
     def _is_late(self, move: int) -> bool:
-        return any(each is not None and move < each.move for each in (self.taken, self.coming))
+        return move <= self.settled or any(each is not None and move < each.move for each in (self.taken, self.coming))
 
     def leave(self, move: int, partition_ids: Iterable[int]) -> None:
         """Another server has these: from now on only the coordinator's word ends it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -210,6 +211,30 @@ def test_clocks_are_not_told_to_a_server_that_has_given_a_copy_of_them_away(star
         assert tell(receiver, 4, 2) == 0  # b is behind
         assert dict(receiver.get_server().clocks) == {"a": 4, "b": 0}
         assert tell(giver, 4, 2) == 0
+
+
+@pytest.mark.parametrize(("decided", "refusal"), [(False, "PARTITION_MOVING"), (True, "STALE_SHARD_MAP")])
+def test_a_clock_that_waits_for_its_generation_while_partitions_move_is_not_counted(start: Start, decided: bool, refusal: str) -> None:
+    """It was sent before they moved: the giver alone would know of it."""
+    pair = start()
+    coordinator = pair.coordinator
+    pair.trainer.begin(pb.Consistency(mode=pb.Consistency.MODE_SSP, bound=1))
+    coordinator.decides = False
+    with ParameterServerClient(ChannelSettings(address=coordinator.address_of(0))) as giver, ThreadPoolExecutor(1) as threads:
+        calls = pair.servers[0].metric("grpc_server_started_total")
+        telling = threads.submit(giver.advance_clock, JOB, "a", clock=1, generation=2, shard_map_epoch=1)
+        eventually(lambda: pair.servers[0].metric("grpc_server_started_total") > calls, "the clock to be told")
+        coordinator.move([1, 3], 0, 1)
+        report = coordinator.reports.get(timeout=60)
+        assert report.taken
+        if decided:
+            coordinator.decide(report)
+            eventually(lambda: pair.held(0) == {0, 2}, "the giver to know the new map")
+        coordinator.tell_members(2, "a", "b")
+        with pytest.raises((UnavailableError, PreconditionError)) as refused:
+            telling.result(60)
+        assert refused.value.reason == refusal
+        assert dict(giver.get_server().clocks) == {"a": 0, "b": 0}
 
 
 def _answers(call: Callable[[], object]) -> bool:

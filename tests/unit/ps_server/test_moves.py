@@ -19,6 +19,7 @@ import torch
 from prometheus_client import CollectorRegistry
 from shoal_common.errors import InvalidRequestError, PreconditionError, ShoalError, UnavailableError
 from shoal_common.rpc.channel import ChannelSettings
+from shoal_protos.v1 import coordinator_pb2
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.configuration import Configuration
 from shoal_ps_server.consistency.clocks import Clocks, Consistency, ConsistencyMode
@@ -33,14 +34,14 @@ from shoal_ps_server.service.layouts import Layouts
 from shoal_ps_server.service.mover import Mover
 from shoal_ps_server.session import MoveOrder, Place, incarnation
 from shoal_ps_server.shard.batches import Batches
-from shoal_ps_server.shard.layout import Layout, PartitionSpec
+from shoal_ps_server.shard.layout import Layout, PartitionSpec, layout_from_shard_map
 from shoal_ps_server.shard.optimizer import optimizer_settings
 from shoal_ps_server.shard.shard import Shard
 from shoal_ps_server.storage.directory import DataDirectory
-from shoal_ps_server.storage.image import Members, ServerImage, state_from_json
+from shoal_ps_server.storage.image import Members, ServerImage, layout_from_json, layout_to_json, state_from_json
 from shoal_ps_server.storage.moves import Moves
 from shoal_ps_server.storage.record import Record, read_all
-from shoal_ps_server.storage.recovery import LEAVING, PUSH, Recovered, Replay, settled_record
+from shoal_ps_server.storage.recovery import LEAVING, PUSH, SETTLED, TAKEN, Recovered, Replay, settled_record
 from shoal_ps_server.storage.snapshot import partition_from_bytes
 
 from tests.unit.ps_server.journaled import ADAMW, JOB, SERVER, Journaled, file, opened, run, same, state_of
@@ -630,6 +631,71 @@ def test_a_fresh_receiver_goes_on_with_the_givers_clocks_fence_and_batches(make,
     run(test())
 
 
+def test_a_receiver_that_holds_frozen_tensors_alone_goes_on_with_the_givers_clocks(make, tmp_path) -> None:
+    """No member tells it of clocks: neither before trained tensors come, nor after they have gone."""
+
+    async def test() -> None:
+        async with two(tmp_path, make) as (giver, receiver, _):
+
+            async def move(number: int, partition_id: int, there: set[int]) -> None:
+                """`there`: what the receiver has afterwards."""
+                one, other = (giver, receiver) if partition_id in there else (receiver, giver)
+                await one.hand_over(other, replace(ORDER, move=number, partition_ids=frozenset({partition_id}), receiver_index=other.index))
+                for server in (giver, receiver):
+                    owners = {spec.partition_id: int(spec.partition_id in there) for spec in specs(make)}
+                    partitions = {spec.partition_id: spec for spec in specs(make) if owners[spec.partition_id] == server.index}
+                    layout = layout_of(make, server.index, moved=False)
+                    server.of_coordinator = replace(
+                        layout, epoch=number + 1, partitions=partitions, owners=owners, frozen=frozenset({"bias"})
+                    )
+                    await server.layouts.at_least(number + 1)
+                    await server.server.changes.move(settled_record(number), lambda server=server: server.server.moves.settle(number))
+
+            def giver_is_at(clock: int) -> None:
+                clocks = Clocks()
+                clocks.follow("abc")
+                clocks.report("a", 1)
+                clocks.report("a", 1 + clock)
+                giver.server.members = Members.of(Fence.restored(generation=4, members="abc", put_out={}), clocks)
+
+            def receivers() -> int:
+                return receiver.membership.clocks.members["a"].clock
+
+            giver_is_at(1)
+            await move(1, 3, {3})
+            assert receivers() == 1
+            giver_is_at(5)
+            await move(2, 1, {1, 3})
+            assert receivers() == 5
+            giver_is_at(7)
+            await move(3, 0, {0, 1, 3})
+            assert receivers() == 5  # it has been told of clocks since
+            await move(4, 0, {1, 3})
+            await move(5, 1, {3})
+            giver_is_at(9)
+            await move(6, 1, {1, 3})
+            assert receivers() == 9
+
+    run(test())
+    with DataDirectory(tmp_path / "receiver") as directory:
+        layout = directory.recover(job_id=JOB, server_id=SERVER).layout
+    assert layout is not None
+    assert layout.frozen == {"bias"}
+
+
+def test_a_shard_map_says_which_tensors_are_frozen_and_one_of_an_older_release_does_not(make) -> None:
+    shard_map = coordinator_pb2.ShardMap(epoch=1, partitions=[coordinator_pb2.Partition(partition_id=0, primary=0)])
+    for index, (name, frozen) in enumerate((("weight", False), ("table", True))):
+        shard_map.tensors.append(coordinator_pb2.TensorSpec(name=name, shape=[4], dtype="float32", frozen=frozen))
+        shard_map.partitions[0].pieces.append(coordinator_pb2.Piece(tensor_index=index, length=4))
+    layout = layout_from_shard_map(shard_map, server_index=0)
+    assert layout.frozen == {"table"}
+    written = layout_to_json(layout)
+    assert layout_from_json(written) == layout
+    del written["frozen"]
+    assert layout_from_json(written) == replace(layout, frozen=frozenset())
+
+
 def test_runs_of_batches_of_two_servers_become_one() -> None:
     batches = Batches([(10, 20), (30, 40), (60, 61)])
     batches.add_runs([(20, 25), (35, 50), (5, 6), (12, 13), (1, 3)])
@@ -812,6 +878,96 @@ def test_a_giver_that_cannot_put_together_what_it_sends_says_so_and_serves_on(ma
         await server.stop(None)
 
     run(test())
+
+
+async def all_but_the_end(giver: Moved, receiver: Moved) -> tuple[asyncio.Task[None], Follows, asyncio.Event]:
+    """The receiver has all partitions, and hears that this is all when the event is set; its changes wait for a backup."""
+    giver.server.shard.freeze(ORDER.partition_ids)
+    *first, last = [chunk async for chunk in giver.giver._chunks(ORDER, lambda: None)]
+    server, go, following = receiver.server, asyncio.Event(), Follows()
+
+    async def messages() -> AsyncIterator[bytes]:
+        for chunk in first:
+            yield chunk
+        await go.wait()
+        yield last
+
+    taking = asyncio.create_task(receiver.receiver.take(messages()))
+    await until(lambda: server.moves.coming is not None and server.moves.coming.images.keys() == ORDER.partition_ids)
+    await server.journal.append(None, lambda: server.journal.follow(following))
+    await server.journal.append(None, lambda: server.journal.hold(position=0, confirmed=0))
+    return taking, following, go
+
+
+def test_a_stream_whose_move_is_settled_meanwhile_takes_nothing_and_the_server_starts_again(make, tmp_path) -> None:
+    """Also while the decision waits for a backup."""
+
+    async def test() -> None:
+        async with two(tmp_path, make) as (giver, receiver, _):
+            server, told = receiver.server, Told(receiver)
+            taking, following, go = await all_but_the_end(giver, receiver)
+            async with told.running() as mover:
+                mover.settled(1, 1)
+                await until(lambda: SETTLED in following.heard)
+                go.set()
+                with pytest.raises(PreconditionError) as caught:
+                    await taking
+                assert caught.value.reason == "MOVE_SETTLED"
+                server.journal.follow_no_more()
+                await until(lambda: server.moves.coming is None)
+            assert not server.failures
+
+    run(test())
+    with DataDirectory(tmp_path / "receiver") as directory:
+        moves = directory.recover(job_id=JOB, server_id=SERVER).moves
+    assert (moves.settled, moves.taken, moves.coming) == (1, None, None)
+
+
+def test_a_receiver_does_not_say_that_it_has_what_came_too_late(make, tmp_path) -> None:
+    """The decision comes while the last record of the stream is on its way."""
+
+    async def test() -> None:
+        async with two(tmp_path, make) as (giver, receiver, _):
+            server = receiver.server
+            taking, following, go = await all_but_the_end(giver, receiver)
+            go.set()
+            await until(lambda: TAKEN in following.heard)
+            server.moves.settled = 1
+            server.journal.follow_no_more()
+            with pytest.raises(PreconditionError) as caught:
+                await taking
+            assert caught.value.reason == "MOVE_SETTLED"
+            assert server.moves.taken is None
+
+    run(test())
+
+
+def test_a_stream_without_partitions_is_refused(make, tmp_path) -> None:
+    async def test() -> None:
+        async with two(tmp_path, make) as (giver, receiver, _):
+            with pytest.raises(InvalidRequestError) as caught:
+                await receiver.receiver.take(giver.giver._chunks(replace(ORDER, partition_ids=frozenset()), lambda: None))
+            assert caught.value.reason == "STREAM_MALFORMED"
+
+    run(test())
+
+
+def test_a_record_of_a_move_that_nothing_came_of_takes_nothing(make) -> None:
+    """However it came into the journal: a server that could not make it again would never start."""
+    shard = make.shard(*specs(make))
+    image = shard.image(1)
+    assert image is not None
+    moves = Moves(Shard())
+    moves.take(1, [], [(1, 3)])
+    moves.take(1, [1], ())
+    moves.bring(2, image)
+    moves.take(1, [1], ())
+    moves.take(2, [1, 3], ())
+    assert moves.taken is None
+    moves.settle(2)
+    moves.bring(2, image)
+    moves.take(2, [1], ())
+    assert (moves.taken, moves.coming) == (None, None)
 
 
 def test_the_journal_does_not_go_back_to_the_map_before_one_that_is_on_its_way(make, tmp_path) -> None:

@@ -331,6 +331,27 @@ def test_a_backup_that_begins_to_follow_while_partitions_move_has_what_its_prima
     run(test())
 
 
+def test_a_partition_that_goes_and_comes_back_before_a_backup_has_got_it_is_there_with_all_its_pushes(make, tmp_path) -> None:
+    async def test() -> None:
+        async with two(tmp_path, make) as (giver, receiver, history), asyncio.timeout(20):
+            go, follower = asyncio.Event(), Follower(giver.server)
+            wait = follower._backup._until
+
+            async def later(*arguments: Any) -> None:
+                await go.wait()
+                await wait(*arguments)
+
+            follower._backup._until = later  # type: ignore[method-assign]
+            await until(lambda: giver.server.journal._follower is not None)  # it gets partition 0, and the others when it may go on
+            for step in await steps(giver, receiver, history):
+                await step()
+            go.set()
+            await follower.caught_up(giver.server)
+            await follower.close()
+
+    run(test())
+
+
 class Follower:
     """A backup without a disk."""
 

@@ -96,6 +96,8 @@ class ParameterServer:
         self._directory = directory
         self._recovered = recovered
         self._server_index = None if recovered.layout is None else recovered.layout.server_index
+        self._is_registered = False
+        """The coordinator has welcomed this process: whatever was told of its place since is of `_server_index`."""
         self._registry = CollectorRegistry()
         self._metrics = Metrics(self._registry)
         self._shard = recovered.shard
@@ -274,16 +276,21 @@ class ParameterServer:
         if with_backups and self._directory is None:
             raise ConfigurationError("the job's parameter servers have backups, which need a journal: start each with --data-dir")
         self._with_backups = with_backups
-        if self._recovered.backup:
+        if self._recovered.backup and not self._is_registered:
             self._server_index = server_index  # what it holds may be of no use any more: that is said with the place
         if self._server_index is not None and server_index != self._server_index and not self._has_given_all():
             raise ConfigurationError(
                 f"the coordinator takes this for server {server_index} of job {self._settings.job!r}, but it holds the "
                 f"partitions of server {self._server_index}; start it with the data directory of its server id, or an empty one"
             )
+        if self._is_registered and server_index != self._server_index:
+            raise ConfigurationError(
+                f"the coordinator takes this process for server {server_index} of job {self._settings.job!r}; it was server "
+                f"{self._server_index}, and others have all that it held: start it anew, as it is"
+            )
         if self._layouts.current is not None and self._layouts.current.server_index != server_index:
             self._layouts.becomes(None)  # it was another server, which has nothing any more
-        self._server_index = server_index
+        self._server_index, self._is_registered = server_index, True
         self._metrics.coordinator_connected.set(1)
         logger.info("registered with the coordinator", extra={"server_index": server_index})
 

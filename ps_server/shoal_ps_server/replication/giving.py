@@ -68,6 +68,8 @@ class Giver:
         self._frozen_from = time.perf_counter()
         self._given_up = 0
         """The last move after which this process served the partitions again."""
+        self._given = (0, "")
+        """The last move of which a process has all partitions, and that process."""
 
     async def give(self, order: MoveOrder) -> str:
         """Returns the incarnation of the process that has the partitions, once this server can change them no more by itself.
@@ -75,7 +77,9 @@ class Giver:
         Raises a ShoalError that says why it has not; they are served again then, unless an earlier attempt has noted that they are leaving.
         """
         if self._moves.leaving is not None and self._moves.leaving.move == order.move:
-            return await self._hand_over(order)
+            if self._given[0] != order.move:
+                self._given = (order.move, await self._hand_over(order))
+            return self._given[1]  # the coordinator may not have read the report yet
         if order.giver_incarnation != incarnation() or order.move <= self._given_up:
             raise UnavailableError(
                 f"move {order.move}: the partitions have been served since it began, and a copy of them may be on its way; move them anew",
@@ -97,6 +101,7 @@ class Giver:
                 refused=lambda: self._thaw(order),
             )
         )
+        self._given = (order.move, receiver)
         failpoint("move.noted")
         return receiver
 

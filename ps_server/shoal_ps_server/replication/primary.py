@@ -24,11 +24,11 @@ from shoal_ps_server.metrics import Metrics
 from shoal_ps_server.replication.items import FORMAT_VERSION, PARTITION, STATE, WHOLE, Item
 from shoal_ps_server.session import Place
 from shoal_ps_server.shard.shard import Shard
-from shoal_ps_server.storage.image import ServerState, dumps, state_to_json
+from shoal_ps_server.storage.image import ServerState, dumps, layout_from_json, state_to_json
 from shoal_ps_server.storage.journal import Journal
 from shoal_ps_server.storage.moves import Moves
 from shoal_ps_server.storage.record import Record
-from shoal_ps_server.storage.recovery import BACKUP, VALUES, backup_record, moves_records
+from shoal_ps_server.storage.recovery import BACKUP, LAYOUT, VALUES, backup_record, moves_records
 from shoal_ps_server.storage.snapshot import partition_to_bytes
 
 logger = logging.getLogger(__name__)
@@ -69,6 +69,8 @@ class _Stream:
 
     def made(self, record: Record) -> None:
         """See `Follower`."""
+        if record.kind == LAYOUT:  # what goes need not be sent; if it comes back, its records say all of it
+            self.due.intersection_update(layout_from_json(record.fields).partitions)
         if record.fields.get("partition") not in self.due:
             if record.kind == VALUES:
                 record = replace(record, payload=memoryview(bytes(record.payload)))  # they are the partition's own, which changes
@@ -247,7 +249,9 @@ class Backup:
         state = dumps(state_to_json(await asyncio.shield(journal.append(None, begin))))
         stream.put(Item(kind=STATE, payload=memoryview(state.encode())))
         for partition_id in sorted(stream.due):
-            stream.due.discard(partition_id)
+            if partition_id not in stream.due:
+                continue  # it went before its turn
+            stream.due.remove(partition_id)
             if (image := self._shard.image(partition_id)) is not None:
                 entry, data = partition_to_bytes(image)
                 stream.put(Item(kind=PARTITION, fields=entry, payload=memoryview(data)))

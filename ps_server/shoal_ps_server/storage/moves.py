@@ -40,7 +40,12 @@ class Taken:
 
 
 class Moves:
-    """What one server gives and takes. Invariants: what is `leaving` is in the shard, and frozen; what is `taken` or `coming` is not."""
+    """What one server gives and takes.
+
+    Invariants: what is `leaving` is in the shard, and frozen; what is `taken` or `coming` is not served from there. It is not in the shard
+    either, but for a copy that came again just when the shard map had given the first one to this server: that one counts for nothing, and
+    is gone when its move is settled.
+    """
 
     def __init__(
         self,

@@ -27,8 +27,11 @@ from shoal_common.errors import (
     UnavailableError,
 )
 from shoal_common.rpc.channel import ChannelSettings
+from shoal_protos.v1 import coordinator_pb2
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.settings import PsServerSettings, parse_command_line
+
+from tests.integration.ps_server.conftest import shard_map
 
 
 def flags(cluster, *more: str) -> tuple[str, ...]:
@@ -315,3 +318,25 @@ def test_the_port_file_names_both_addresses_and_the_process(cluster, tmp_path) -
     assert port["http"].startswith("worker-host:")
     assert port["pid"] > 0
     assert ChannelSettings(address=port["grpc"])
+
+
+def test_a_server_that_is_given_another_place_ends_and_the_next_process_serves_there(cluster, tmp_path) -> None:
+    """Epochs of the one place say nothing of the other's."""
+    coordinator = cluster.coordinator
+    coordinator.place = coordinator_pb2.ServerPlace(epoch=3)
+    coordinator.shard_map = shard_map(("weight", 600, "float32"), owner=1)
+    settings = {"data_dir": tmp_path / "data"}
+    cluster.unregistered(**settings).get_server(member_id="a")  # it knows its place
+    coordinator.stop()
+    coordinator.server_index, coordinator.place = 2, coordinator_pb2.ServerPlace(epoch=1)
+    coordinator.start()
+    cluster.wait_until(lambda: cluster.running.failure, "the server to end")
+    assert isinstance(cluster.running.failure, ConfigurationError)
+    assert "takes this process for server 2 of job 'job'; it was server 0" in str(cluster.running.failure)
+    client = cluster.unregistered(**settings)
+    assert client.get_server(member_id="a").server_id == "server"
+    coordinator.stop()  # the same place again is no other one
+    coordinator.start()
+    coordinator.heartbeats.queue.clear()
+    coordinator.heartbeats.get(timeout=60)
+    assert client.get_server(member_id="a").server_id == "server"

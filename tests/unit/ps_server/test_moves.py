@@ -331,6 +331,27 @@ def test_a_backup_that_begins_to_follow_while_partitions_move_has_what_its_prima
     run(test())
 
 
+def test_a_partition_that_goes_and_comes_back_before_a_backup_has_got_it_is_there_with_all_its_pushes(make, tmp_path) -> None:
+    async def test() -> None:
+        async with two(tmp_path, make) as (giver, receiver, history), asyncio.timeout(20):
+            go, follower = asyncio.Event(), Follower(giver.server)
+            wait = follower._backup._until
+
+            async def later(*arguments: Any) -> None:
+                await go.wait()
+                await wait(*arguments)
+
+            follower._backup._until = later  # type: ignore[method-assign]
+            await until(lambda: giver.server.journal._follower is not None)  # it gets partition 0, and the others when it may go on
+            for step in await steps(giver, receiver, history):
+                await step()
+            go.set()
+            await follower.caught_up(giver.server)
+            await follower.close()
+
+    run(test())
+
+
 class Follower:
     """A backup without a disk."""
 
@@ -567,7 +588,7 @@ def test_what_a_receiver_cannot_have_it_refuses_and_the_giver_serves_on(make, tm
             for settled, reason in ((5, "MOVE_SETTLED"), (0, "LAYOUT_CONFLICT")):  # it has them
                 receiver.server.moves.settled = settled
                 with pytest.raises(PreconditionError) as caught:
-                    await giver.hand_over(receiver, last)
+                    await receiver.receiver.take(giver.giver._chunks(last, lambda: None))
                 assert caught.value.reason == reason
                 assert giver.server.shard.frozen  # it was noted: the coordinator will say so
 
@@ -829,8 +850,16 @@ class Follows:
 def test_a_move_is_ordered_again_and_again_and_made_once(make, tmp_path) -> None:
     async def test() -> None:
         async with two(tmp_path, make) as (giver, receiver, _):
-            told = Told(giver)
+            told, transfers = Told(giver), 0
             giver.gives_to(receiver)
+            transfer = giver.giver._transfer
+
+            async def counted(order: MoveOrder, progress: Callable[[], None]) -> str:
+                nonlocal transfers
+                transfers += 1
+                return await transfer(order, progress)
+
+            giver.giver._transfer = counted  # type: ignore[method-assign]
             async with told.running() as mover:
                 mover.ordered(ORDER)
                 await until(lambda: bool(giver.server.shard.frozen))
@@ -840,6 +869,7 @@ def test_a_move_is_ordered_again_and_again_and_made_once(make, tmp_path) -> None
                 mover.ordered(ORDER)  # the report was lost
                 await until(lambda: len(told.reports) == 2)
                 assert told.reports[1] == (1, "receiver", "")
+                assert transfers == 1
                 giver.of_coordinator = layout_of(make, 0, moved=True)
                 mover.settled(1, 2)
                 mover.ordered(ORDER)

@@ -27,6 +27,9 @@ CHUNK_BYTES: Final = 1 << 20
 LARGEST_CHUNK_BYTES: Final = 4 << 20
 """What PushChunk allows."""
 
+LARGEST_PAYLOAD_BYTES: Final = 16 << 20
+"""What a push or a pull may have for one partition."""
+
 HeaderT = TypeVar("HeaderT", pb.PushHeader, pb.PullHeader, pb.FollowHeader)
 
 

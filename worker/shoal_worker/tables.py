@@ -10,9 +10,9 @@ Belongs to the training thread; gradients are collected by hooks of its backward
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn, Protocol, Self
 
 import numpy as np
 import torch
@@ -29,6 +29,8 @@ from torch.nn import functional
 _FULL_BUCKET_BYTES: Final = 64 << 20
 """What a bucket of a table with a known number of rows may grow to, where there is a choice."""
 _FEWEST_BUCKETS: Final = 4
+_FEWEST_ROWS: Final = 256
+"""What a bucket keeps at least, where there is a choice."""
 _MODES: Final = ("sum", "mean", "max")
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -58,9 +60,11 @@ class RowSource(Protocol):
 class OwnRows:
     """A table of this process's own."""
 
-    def __init__(self, spec: TableSpec, dim: int) -> None:
-        self.rows = Rows(spec, dim)
-        self._steps = 0
+    def __init__(self, spec: TableSpec, dim: int, like: OwnRows | None = None) -> None:
+        """`like`: has the same rows, and goes its own way."""
+        # One bucket has all, so that it keeps all rows that the table may have.
+        self.rows: Rows = Rows(replace(spec, buckets=1), dim, None if like is None else like.rows.image())
+        self._steps: int = 0 if like is None else like._steps
 
     def look_up(self, ids: Ids) -> LookedUp:
         """See `RowSource`."""
@@ -118,11 +122,11 @@ class SparseEmbedding(nn.Module):
             seed: 0 to 2**64 - 1.
             initializer: "normal" of standard deviation `scale`, "uniform" in [-scale, scale), or "zeros" (with scale=0).
             scale: see `initializer`.
-            max_rows: the table keeps so many rows; those that were not pushed for the longest go first, and are then as at the beginning.
-                0: all.
+            max_rows: the table keeps so many rows at most, each bucket its share; those of it that were not pushed for the longest go
+                first, and are then as at the beginning. 0: all.
             max_age: a row goes when it was not pushed for so many steps, up to a sixteenth later. 0: never.
             buckets: over how many partitions the rows are spread, 1 to 1024, of at most 256 MiB each. None: 16; with `num_embeddings` so
-                many that none grows beyond 64 MiB, and at least 4.
+                many that none grows beyond 64 MiB, and at least 4; with `max_rows` so few that each keeps 256 rows or more.
 
         Raises:
             ConfigurationError: a value that cannot work.
@@ -131,8 +135,8 @@ class SparseEmbedding(nn.Module):
         shape = (num_embeddings or 0, embedding_dim)
         if not 1 <= len(name) <= 512:
             raise ConfigurationError(f"name={name!r}: expected 1 to 512 characters, the table's name in all workers")
-        if num_embeddings is not None and num_embeddings < 1:
-            raise ConfigurationError(f"num_embeddings={num_embeddings}: expected 1 or more, or None for any 64-bit id")
+        if num_embeddings is not None and not 1 <= num_embeddings <= 1 << 63:
+            raise ConfigurationError(f"num_embeddings={num_embeddings}: expected 1 to 2**63, or None for any 64-bit id")
         if problem := wrong_shape(shape):
             raise ConfigurationError(f"table {name!r}: {problem}")
         chosen, hyperparameters = _read_optimizer(name, optimizer, embedding_dim)
@@ -140,7 +144,7 @@ class SparseEmbedding(nn.Module):
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.spec = TableSpec.with_defaults(
-            buckets=_enough_buckets(shape, chosen) if buckets is None else buckets,
+            buckets=_enough_buckets(shape, chosen, max_rows) if buckets is None else buckets,
             seed=seed,
             initializer=initializer,
             scale=float(scale),
@@ -155,6 +159,7 @@ class SparseEmbedding(nn.Module):
         self._source: RowSource = self._own
         self._gathered: list[tuple[torch.Tensor, torch.Tensor, Mapping[int, int]]] = []
         """Ids, gradients and versions of this step's lookups that a backward pass has come to."""
+        self._trains = True
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows by id: `[*]` of integers in, `[*, embedding_dim]` of float32 out, on the same device.
@@ -226,6 +231,11 @@ class SparseEmbedding(nn.Module):
         super().zero_grad(set_to_none)
         self.drop_gradients()
 
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Whether lookups from now on train the rows. A module around the table does not pass this on: the rows are no parameters."""
+        self._trains = requires_grad
+        return super().requires_grad_(requires_grad)
+
     def extra_repr(self) -> str:
         """For `repr`."""
         return f"{self.num_embeddings}, {self.embedding_dim}, name={self.name!r}, optimizer={self.spec.optimizer}"
@@ -238,9 +248,7 @@ class SparseEmbedding(nn.Module):
         shared = {name: value for name, value in vars(self).items() if name not in vars(copied)}
         copied.__dict__.update(shared, training=self.training, _gathered=[])
         if self._own is not None:
-            copied._source = copied._own = OwnRows(self.spec, self.embedding_dim)
-            copied._own.rows = Rows(self.spec, self.embedding_dim, self._own.rows.image())
-            copied._own._steps = self._own._steps
+            copied._source = copied._own = OwnRows(self.spec, self.embedding_dim, self._own)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -260,7 +268,7 @@ class SparseEmbedding(nn.Module):
         unique, places = self._checked(ids).unique(return_inverse=True)
         found = self._source.look_up(unique.cpu().numpy())
         rows = torch.from_numpy(found.values).to(ids.device)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self._trains:
             rows.requires_grad_()
             rows.register_post_accumulate_grad_hook(partial(self._gather, unique, found.versions))
         return rows, places
@@ -336,10 +344,11 @@ def _read_optimizer(name: str, factory: OptimizerFactory, dim: int) -> tuple[str
     )
 
 
-def _enough_buckets(shape: tuple[int, int], optimizer: str) -> int:
+def _enough_buckets(shape: tuple[int, int], optimizer: str, max_rows: int) -> int:
     rows, dim = shape
     per_row = 4 * dim * (1 + TABLE_OPTIMIZERS[optimizer].state_tensors(TABLE_OPTIMIZERS[optimizer].defaults)) + 32
     buckets = _FEWEST_BUCKETS if rows else DEFAULT_BUCKETS
     while buckets < MOST_BUCKETS and rows * per_row > buckets * _FULL_BUCKET_BYTES:
         buckets *= 2
-    return buckets
+    # A hash gives some buckets more rows than others, which matters where each keeps few.
+    return min(buckets, max(1, max_rows // _FEWEST_ROWS)) if max_rows > 0 else buckets

@@ -15,6 +15,8 @@ INITIALIZERS: Final = ("uniform", "normal", "zeros")
 DEFAULT_BUCKETS: Final = 16
 MOST_BUCKETS: Final = 1024
 LARGEST_ROW_BYTES: Final = 64 << 10
+_LIMITLESS: Final = 1 << 62
+"""Limits of rows and ages are below."""
 _ROW_UNCHANGED: Final = ("momentum", "dampening", "nesterov", "weight_decay")
 """Hyperparameters that change rows also where these have no gradient, so that all would have to be touched in each step."""
 
@@ -89,15 +91,15 @@ class TableSpec:
         """What is wrong with it, with the field's name, its value and what was expected; empty: nothing."""
         if not 1 <= self.buckets <= MOST_BUCKETS:
             return f"buckets={self.buckets}: expected 1 to {MOST_BUCKETS}"
-        if not 0 <= self.seed < 1 << 64:
-            return f"seed={self.seed}: expected 0 to 2**64 - 1"
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 64:
+            return f"seed={self.seed}: expected a whole number, 0 to 2**64 - 1"
         if self.initializer not in INITIALIZERS:
             return f"initializer={self.initializer!r}: expected one of {', '.join(INITIALIZERS)}"
         if not (math.isfinite(self.scale) and 0 <= self.scale <= 1e6) or (self.initializer == "zeros" and self.scale):
             return f"scale={self.scale} with initializer={self.initializer!r}: expected 0 to 1e6, and 0 with zeros"
-        if self.max_age < 0:
-            return f"max_age={self.max_age}: expected a number of pushes, or 0 for no limit"
-        if self.max_rows < 0 or 0 < self.max_rows < self.buckets:
+        if not 0 <= self.max_age < _LIMITLESS:
+            return f"max_age={self.max_age}: expected a number of pushes below 2**62, or 0 for no limit"
+        if not 0 <= self.max_rows < _LIMITLESS or 0 < self.max_rows < self.buckets:
             return f"max_rows={self.max_rows}: expected {self.buckets} or more, one for each bucket at least, or 0 for no limit"
         return self._wrong_optimizer()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import math
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -21,10 +22,12 @@ import torch
 
 from shoal_common.server_optimizers import Unit
 from shoal_common.tables.declaration import TableSpec
-from shoal_common.tables.values import Ids, Values, hashed, initial_rows
+from shoal_common.tables.values import Ids, Values, hashed, initial_rows, mixed
 
 _FEWEST: Final = 64
 _NO_SLOT: Final = -1
+_SECRET: Final = np.uint64(secrets.randbits(64))
+"""This process's own."""
 Slots = npt.NDArray[np.int64]
 _PARTS: Final = 16
 """Rows are evicted a sixteenth of the limit at a time: each time costs a look at all."""
@@ -216,7 +219,7 @@ class Rows:
         for array in self._arrays():
             array[holes] = array[movers]
         self._count = left
-        self._table = _SlotTable(self._ids[:left], room=left)
+        self._table = _SlotTable(self._ids[:left], room=len(self._ids))  # as much as there is room for rows, which may be promised
 
     # ------------------------------------------------------------------------------------------------------------- finding
 
@@ -298,8 +301,9 @@ class _SlotTable:
             places[waiting] = (places[waiting] + 1) & (len(self._slots) - 1)
 
     def _first(self, ids: Ids) -> Slots:
-        """Where to look first. The upper half of the hash: of the lower one all ids of a bucket have something in common."""
-        return (hashed(ids) >> np.uint64(32)).astype(np.int64) & (len(self._slots) - 1)
+        """Where to look first: nobody who chooses ids knows it, so that nobody can have them all in one place. It changes where a row lies,
+        and nothing that anybody sees."""
+        return (mixed(hashed(ids) ^ _SECRET) >> np.uint64(32)).astype(np.int64) & (len(self._slots) - 1)
 
 
 def _grown(array: npt.NDArray[Any], room: int) -> npt.NDArray[Any]:

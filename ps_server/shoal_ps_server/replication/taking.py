@@ -100,6 +100,8 @@ class Receiver:
         """Whether this server can have them; it is configured as the giver is then, and knows as much of the job."""
         if offer.job_id != self._job_id:
             raise UnknownResourceError(f"this server holds job {self._job_id!r}, the stream is of {offer.job_id!r}", reason="JOB_UNKNOWN")
+        if not offer.partitions:
+            raise _malformed("its first item names no partitions")
         self._check_open(offer)
         # A newer move means that the coordinator has decided on those before it: what it gave this server is to be known first.
         before = self._moves.taken
@@ -188,13 +190,11 @@ def _offer(item: Item) -> _Offer:
                 f"format={found}: this server's release has {FORMAT_VERSION}; servers that hand partitions over must be of one release",
                 reason="FORMAT_UNSUPPORTED",
             )
-        if not (partitions := frozenset(map(int, fields["partitions"]))):
-            raise _malformed("its first item names no partitions")
         return _Offer(
             job_id=str(fields["job_id"]),
             move=int(fields["move"]),
             epoch=int(fields["epoch"]),
-            partitions=partitions,
+            partitions=frozenset(map(int, fields["partitions"])),
             configuration=None if fields["configuration"] is None else configuration_from_json(fields["configuration"]),
             members=members_from_json(fields["members"]),
             batches=tuple((int(first), int(end)) for first, end in fields["batches"]),

@@ -19,6 +19,7 @@ import numpy as np
 from shoal_common import codecs
 from shoal_common.errors import InvalidRequestError, LimitError, UnknownResourceError
 from shoal_common.tables.values import Ids
+from shoal_common.wire import LARGEST_PAYLOAD_BYTES
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_ps_server.consistency.clocks import Consistency, ConsistencyMode
@@ -26,8 +27,6 @@ from shoal_ps_server.shard.layout import Layout, PartitionSpec
 from shoal_ps_server.shard.optimizer import OptimizerSettings, ParameterGroup, optimizer_settings
 from shoal_ps_server.shard.payload import ID_BYTES, UploadHeader, check_ids, describe
 
-LARGEST_PARTITION_BYTES: Final = 16 << 20
-"""What a header may declare."""
 _FIRST_MESSAGE_WAIT: Final = timedelta(seconds=10)
 LONGEST_WAIT: Final = timedelta(minutes=10)
 MODES: Final[Mapping[int, ConsistencyMode]] = {
@@ -90,9 +89,9 @@ def parse_upload_header(header: pb.PushHeader, layout: Layout, kind: UploadKind)
     Raises LimitError / PAYLOAD_TOO_LARGE, UnknownResourceError / PARTITION_UNKNOWN, InvalidRequestError: DTYPE_MISMATCH,
     CODEC_UNSUPPORTED, PIECES_INVALID, ROWS_INVALID, LENGTH_MISMATCH, PAYLOAD_SIZE_MISMATCH, SEQUENCE_INVALID, REQUEST_INVALID.
     """
-    if header.payload_bytes > LARGEST_PARTITION_BYTES:
+    if header.payload_bytes > LARGEST_PAYLOAD_BYTES:
         raise LimitError(
-            f"payload_bytes={header.payload_bytes}: a partition may have at most {LARGEST_PARTITION_BYTES} bytes",
+            f"payload_bytes={header.payload_bytes}: a partition may have at most {LARGEST_PAYLOAD_BYTES} bytes",
             reason="PAYLOAD_TOO_LARGE",
         )
     spec = _partition(header.partition_id, layout)
@@ -166,9 +165,9 @@ def _wanted(message: pb.PartitionPull, spec: PartitionSpec) -> Wanted:
     if len(message.ids) % ID_BYTES:
         raise InvalidRequestError(f"{describe(spec)}: {len(message.ids)} bytes of ids: expected 8 for each", reason="ROWS_INVALID")
     ids = np.frombuffer(message.ids, dtype="<i8").astype(np.int64)
-    if (nbytes := len(ids) * spec.bucket.dim * spec.element.itemsize) > LARGEST_PARTITION_BYTES:
+    if (nbytes := len(ids) * spec.bucket.dim * spec.element.itemsize) > LARGEST_PAYLOAD_BYTES:
         raise LimitError(
-            f"{describe(spec)}: {len(ids)} rows are {nbytes} bytes: at most {LARGEST_PARTITION_BYTES} may be asked for at once",
+            f"{describe(spec)}: {len(ids)} rows are {nbytes} bytes: at most {LARGEST_PAYLOAD_BYTES} may be asked for at once",
             reason="PAYLOAD_TOO_LARGE",
         )
     check_ids(spec, spec.bucket, ids)

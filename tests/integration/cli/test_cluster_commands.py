@@ -92,6 +92,7 @@ def test_drain_lets_a_worker_take_its_leave(shell: Shell, elastic_worker: Path) 
     assert "job digits is not finished: its last workers here were asked to leave, and did" in cluster.stderr
 
 
+@pytest.mark.slow
 def test_drain_takes_a_parameter_server_out_and_its_launcher_does_not_start_it_anew(shell: Shell, elastic_worker: Path) -> None:
     flags = ("--standalone", "--servers", "2", "--max-servers", "3", "--rdzv-id", "digits")
     cluster = shell.start("run", *flags, elastic_worker, shell.directory / "finish")

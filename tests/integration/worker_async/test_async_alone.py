@@ -125,6 +125,7 @@ def test_without_the_services_distributions_there_is_one_clear_error(monkeypatch
         set_session(None)
 
 
+@pytest.mark.slow
 def test_the_example_of_sparse_tables_runs(tmp_path: Path) -> None:
     page = (Path(__file__).parents[3] / "docs" / "sparse-tables.md").read_text()
     (example,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)

@@ -86,6 +86,7 @@ def test_servers_come_and_go_while_a_worker_trains_and_the_run_ends_as_if_they_h
     check_ended_alike(running, worker, alone(**options))
 
 
+@pytest.mark.slow
 def test_servers_come_and_go_with_their_backups(cluster: Make, alone: Callable[..., dict[str, Any]]) -> None:
     """One of them is killed once it has its share: its backup, which has that too, takes its place."""
     running = cluster(servers=1, max_servers=2, backups=1)

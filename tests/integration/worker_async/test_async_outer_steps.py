@@ -440,3 +440,15 @@ def test_workers_with_other_outer_optimizers_are_refused(session: Session, runni
     other = running.start_worker(options={"inner_steps": 3}, outer={"lr": 0.5})
     assert other.process.wait() != 0
     assert "use SetHyperparameters to change a running optimizer, or another job" in other.process.said()
+
+
+def test_what_a_round_has_moved_is_not_overwritten_by_a_pull(session: Session) -> None:
+    """Another loader of the script may find its epoch at an end meanwhile, at which values are pulled."""
+    net = network(0)
+    model, optimizer = distributed(net)
+    backward(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    moved = [parameter.detach().clone() for parameter in net.parameters()]
+    model.engine.pull()
+    assert all(torch.equal(before, after) for before, after in zip(moved, net.parameters(), strict=True))

@@ -16,7 +16,7 @@ import shoal_worker.api as shoal
 import torch
 from shoal.parameter_servers import ModelReader
 from shoal_common.clients import ParameterServerClient
-from shoal_common.errors import ConfigurationError, DeadlineError, InvalidRequestError, PreconditionError
+from shoal_common.errors import ConfigurationError, DeadlineError, InvalidRequestError, LimitError, PreconditionError
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_worker.asynchronous import tables
 from shoal_worker.elastic.session import Session
@@ -260,6 +260,18 @@ def test_a_gradient_of_rows_that_is_not_finite_is_not_sent_and_the_batch_can_be_
     optimizer.zero_grad()
     assert optimizer.step()
     train(model, [optimizer], 1)
+    assert versions(running) == {2}
+
+
+def test_more_rows_than_a_push_may_have_are_refused_before_anything_is_sent(
+    session: Session, running: AsyncCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = sparse()
+    model, optimizer = distributed(net)
+    train(model, [optimizer], 1)
+    monkeypatch.setattr(tables, "LARGEST_PAYLOAD_BYTES", 8)
+    with pytest.raises(LimitError, match=r"the batch has \d+ rows of one of its 4 buckets, .*take smaller batches, or more buckets"):
+        train(model, [optimizer], 1)
     assert versions(running) == {2}
 
 

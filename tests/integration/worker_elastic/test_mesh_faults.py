@@ -82,6 +82,7 @@ def test_a_broken_replicas_other_rank_is_a_spare_until_a_joiner_makes_it_whole(
         check_same_run(results, alone, running)
 
 
+@pytest.mark.slow
 def test_a_rank_left_over_at_the_start_is_a_spare_until_a_joiner_makes_a_replica_with_it(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any]
 ) -> None:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from shoal_common.optim import RowWiseAdagrad
 from shoal_common.server_optimizers import TABLE_OPTIMIZERS
 from shoal_common.tables.declaration import TableSpec, wrong_shape
-from shoal_common.tables.rows import Rows
-from shoal_common.tables.values import initial_rows
+from shoal_common.tables.rows import Rows, _SlotTable
+from shoal_common.tables.values import hashed, initial_rows
 from torch import nn
 
 DIM = 8
@@ -161,6 +161,13 @@ def test_rows_that_were_saved_go_on_to_the_last_bit(optimizer: str, limits: dict
     assert one.updated_at.tobytes() == other.updated_at.tobytes()
     assert {name: array.tobytes() for name, array in one.state.items()} == {name: array.tobytes() for name, array in other.state.items()}
     assert 0 < len(whole) < len(pushed)  # some were evicted
+
+
+def test_who_chooses_ids_does_not_choose_where_they_are_looked_for() -> None:
+    ids = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 1_000_000)
+    alike = ids[(hashed(ids) >> np.uint64(32)) & np.uint64(8191) == 0]
+    assert len(alike) > 50
+    assert len(np.unique(_SlotTable(ids[:0], room=4096)._first(alike))) > len(alike) // 2
 
 
 def test_many_rows_are_found_again() -> None:

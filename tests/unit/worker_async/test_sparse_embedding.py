@@ -136,12 +136,16 @@ def test_a_copy_has_rows_of_its_own_and_pickling_is_refused() -> None:
     ("change", "problem"),
     [
         ({"name": ""}, "name='': expected 1 to 512 characters"),
-        ({"num_embeddings": 0}, "num_embeddings=0: expected 1 or more, or None"),
+        ({"num_embeddings": 0}, r"num_embeddings=0: expected 1 to 2\*\*63, or None"),
         ({"dim": 0}, "expected .rows, dim."),
         ({"seed": -1}, "table 'users': seed=-1"),
         ({"initializer": "ones"}, "initializer='ones'"),
         ({"buckets": 5000}, "buckets=5000: expected 1 to 1024"),
-        ({"max_rows": 3}, "max_rows=3: expected 16 or more"),
+        ({"num_embeddings": 2**64}, "num_embeddings=18446744073709551616"),
+        ({"max_rows": 3, "buckets": 16}, "max_rows=3: expected 16 or more"),
+        ({"max_rows": 2**64}, "max_rows=18446744073709551616"),
+        ({"max_age": 2**64}, "max_age=18446744073709551616"),
+        ({"seed": 1.5}, "seed=1.5: expected a whole number"),
         ({"optimizer": torch.optim.AdamW}, "optimizer=torch.optim.adamw.AdamW; the rows of a table are trained by torch.optim.SGD"),
         ({"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9)}, "momentum=0.9 for the rows of a table"),
     ],
@@ -149,6 +153,29 @@ def test_a_copy_has_rows_of_its_own_and_pickling_is_refused() -> None:
 def test_what_cannot_work_is_one_clear_error(change: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigurationError, match=problem):
         table(**change)
+
+
+def test_a_table_of_this_process_keeps_all_rows_that_it_may_have() -> None:
+    users = table(max_rows=1600, buckets=16)
+    ids = list(range(1000))
+    before = values_of(users, ids)
+    users(torch.tensor(ids)).sum().backward()
+    users.apply_gradients()
+    for each in (users, copy.deepcopy(users)):
+        assert (values_of(each, ids) != before).all()
+
+
+def test_where_few_rows_are_kept_there_are_few_buckets() -> None:
+    assert [table(max_rows=rows).spec.buckets for rows in (3, 1000, 100_000)] == [1, 3, 16]
+
+
+def test_a_frozen_table_is_not_trained() -> None:
+    users = table()
+    users.requires_grad_(False)
+    assert not users(torch.tensor([1])).requires_grad
+    users.requires_grad_()
+    users(torch.tensor([1])).sum().backward()
+    assert users.gradients() is not None
 
 
 def test_bags_have_modes() -> None:

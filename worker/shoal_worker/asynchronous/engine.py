@@ -394,7 +394,7 @@ class AsyncEngine(Engine):
     def pull(self) -> None:
         """Brings back what all workers have reached; between steps, not within a round. With bsp a worker that takes part has the values of
         its iteration, and keeps them."""
-        if self._started and (self._rests or not self._async_options.in_step):
+        if self._started and not self.within_round and (self._rests or not self._async_options.in_step):
             self._require_servers().pull()
 
     def _rest(self) -> None:

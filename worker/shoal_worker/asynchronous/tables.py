@@ -26,13 +26,14 @@ from shoal_common.errors import (
     CorruptDataError,
     DeadlineError,
     InvalidRequestError,
+    LimitError,
     PreconditionError,
     ShoalError,
     UnavailableError,
 )
 from shoal_common.tables.values import Ids, Values
 from shoal_common.tables.wire import by_bucket, pulled_ids, pushed_payload
-from shoal_common.wire import DtypeInfo, dtype_info
+from shoal_common.wire import LARGEST_PAYLOAD_BYTES, DtypeInfo, dtype_info
 from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from torch import nn
@@ -133,6 +134,7 @@ class Tables:
 
         Raises:
             InvalidRequestError (GRADIENT_NOT_FINITE): naming the table; nothing is to be pushed.
+            LimitError (PAYLOAD_TOO_LARGE): more rows than a push may have; nothing is to be pushed.
         """
         found: dict[int, PushedRows] = {}
         for table in self._tables:
@@ -142,12 +144,14 @@ class Tables:
             _check_finite(table, gradients.ids, gradients.values)
             partitions = self._partitions[table.name]
             for partition_id, places in zip(partitions, by_bucket(gradients.ids, len(partitions)), strict=True):
+                data = pushed_payload(gradients.ids[places], gradients.values[places])
+                _check_size(table, len(places), data.nbytes)
                 found[partition_id] = PushedRows(
                     partition_id=partition_id,
                     version=gradients.versions[partition_id],
                     rows=len(places),
                     length=len(places) * table.embedding_dim,
-                    data=pushed_payload(gradients.ids[places], gradients.values[places]),
+                    data=data,
                 )
         return found
 
@@ -337,6 +341,16 @@ class RowReader:
             if address not in self._clients:
                 self._clients[address] = self._job.server_client(address)
             return self._clients[address]
+
+
+def _check_size(table: SparseEmbedding, rows: int, nbytes: int) -> None:
+    """Before anything is pushed: a server would refuse it when other parts of the step are applied."""
+    if nbytes > LARGEST_PAYLOAD_BYTES:
+        raise LimitError(
+            f"table {table.name!r}: the batch has {rows} rows of one of its {table.spec.buckets} buckets, {nbytes} bytes to push; expected "
+            f"at most {LARGEST_PAYLOAD_BYTES}: take smaller batches, or more buckets",
+            reason="PAYLOAD_TOO_LARGE",
+        )
 
 
 def _check_finite(table: SparseEmbedding, ids: Ids, values: Values) -> None:

@@ -40,6 +40,7 @@ def environment_of(lines: list[str]) -> dict[str, str]:
     return dict(json.loads(next(line for line in lines if line.startswith("environment")).partition(" ")[2]))
 
 
+@pytest.mark.slow
 def test_a_torchrun_script_runs_unchanged_and_says_the_same(shell: Shell) -> None:
     script = shell.script(ALL_REDUCE)
     torchrun = shell.start_program(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script)

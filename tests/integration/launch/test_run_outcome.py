@@ -149,7 +149,7 @@ def test_a_preempted_run_says_so_and_names_those_who_did_not_leave_in_time(shell
 @pytest.mark.parametrize(
     ("strategy", "leave"),
     [
-        ("ddp", "break"),
+        pytest.param("ddp", "break", marks=pytest.mark.slow),
         pytest.param("zero1", "raise SystemExit(0)", marks=pytest.mark.slow),
         pytest.param("ddp", "raise SystemExit(0)", marks=pytest.mark.slow),
         pytest.param("zero1", "break", marks=pytest.mark.slow),

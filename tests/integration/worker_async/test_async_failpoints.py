@@ -35,6 +35,7 @@ def coordinator_of_its_own(zygote: Zygote, tmp_path: Path) -> Iterator[Coordinat
         yield coordinator
 
 
+@pytest.mark.slow
 def test_a_server_can_be_killed_at_each_of_its_failpoints(cluster: Make) -> None:
     """One server, and a worker that trains on through all of it."""
     running = cluster(servers=1)
@@ -119,6 +120,7 @@ def test_giver_and_receiver_of_partitions_can_be_killed_at_each_failpoint_betwee
     check_ended_alike(running, worker, cluster(servers=1, directory=alone).start_worker(epochs=2, **ADAM).result())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("service", ["Workers", "Coordinator"])
 def test_workers_and_coordinators_can_be_killed_at_each_of_their_failpoints(
     cluster: Make, coordinator_of_its_own: Coordinator, service: str

@@ -55,7 +55,7 @@ def hybrid_of_four(zygote: Zygote, directory: Path, micro: int | None = None, **
     [
         pytest.param(signal.SIGKILL, "ddp", marks=pytest.mark.matrix),
         pytest.param(signal.SIGTERM, "ddp", marks=pytest.mark.matrix),
-        (signal.SIGKILL, "zero2"),
+        pytest.param(signal.SIGKILL, "zero2", marks=pytest.mark.slow),
         pytest.param(signal.SIGKILL, "fsdp", marks=pytest.mark.matrix),
         pytest.param(signal.SIGTERM, "fsdp", marks=pytest.mark.matrix),
     ],

@@ -23,6 +23,7 @@ def test_every_strategy_has_a_page_in_the_table_with_an_example_of_it(strategy: 
     assert any(f'strategy="{strategy}"' in example for example in examples(strategy))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [*CLUSTERED, "compression"])
 def test_the_examples_of_a_page_run_on_two_ranks(zygote: Zygote, tmp_path: Path, strategy: str) -> None:
     for number, example in enumerate(examples(strategy)):

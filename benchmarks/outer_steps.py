@@ -30,7 +30,7 @@ class System:
     name: str
     flags: tuple[str, ...]
     learning_rate: float | None = None
-    """Of those tried the one with the lowest loss; None: no run ended."""
+    """The learning rate, among those tried, that led to the lowest loss; None: no run ended."""
     losses: dict[float, list[float]] = field(default_factory=dict)
     """Learning rate -> the loss at the end of each run."""
     megabytes: list[float] = field(default_factory=list)

@@ -36,7 +36,7 @@ class TableSpec:
     optimizer: str
     """A key of TABLE_OPTIMIZERS."""
     hyperparameters: tuple[tuple[str, float], ...] = ()
-    """All of the optimizer's, by name, sorted; see `with_defaults`."""
+    """The optimizer's hyperparameters, all of them, as (name, value) in the order of their names; `with_defaults` fills them in."""
     max_age: int = 0
     """A row goes when it was not pushed for so many pushes of its bucket; 0: not for that reason."""
     max_rows: int = 0

@@ -224,7 +224,7 @@ class Rows:
     # ------------------------------------------------------------------------------------------------------------- finding
 
     def _arrays(self) -> list[npt.NDArray[Any]]:
-        """By slot."""
+        """Everything that is kept of rows; in each array a row's entry is at its slot."""
         return [self._ids, self._values, self._updated_at, *self._state.values()]
 
     def _find(self, ids: Ids) -> Slots:
@@ -266,7 +266,7 @@ class _SlotTable:
 
     @property
     def nbytes(self) -> int:
-        """Its memory."""
+        """Bytes that the table of slots takes, without the rows."""
         return self._slots.nbytes
 
     def has_room(self, rows: int) -> bool:

@@ -28,7 +28,7 @@ class _Kind:
     """The partitions that are trained, or those that are not: each kind is spread by itself, as `lay_out` does it."""
 
     sizes: tuple[int, ...]
-    """By partition id."""
+    """Bytes of each partition's values, by its partition id."""
     held: dict[int, list[int]]
     """Owner -> ids of this kind, the largest first."""
 
@@ -91,7 +91,7 @@ def _given_away(kind: _Kind, giver: int, receivers: list[int]) -> Plan:
 
 
 def _evened_out(kind: _Kind, givers: list[int], receivers: list[int]) -> Plan | None:
-    """From the fullest to the emptiest, so that neither is carried past the mean where partitions are small enough for that."""
+    """Plans a move from the fullest place to the emptiest, which carries neither past the mean where partitions are small enough for that."""
     loads = {index: kind.load(index) for index in {*givers, *receivers}}
     if not givers or not receivers:
         return None

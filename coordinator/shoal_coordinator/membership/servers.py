@@ -25,7 +25,7 @@ class Registered:
     """The outcome of ServerRegistered."""
 
     index: int
-    """Its place; of a process that was drained, the one it had."""
+    """The place (server_index) that the server has; for a process that was drained, the one that it had."""
 
 
 def server_registered(draft: Draft, event: ServerRegistered) -> Registered:

@@ -167,7 +167,7 @@ class Server:
 
     server_id: str
     index: int
-    """Its place, >= 0. Places that were left for good leave gaps. Each has one primary, and, if the job has them, one backup at most."""
+    """The server's place (server_index), >= 0. Places that were left for good leave gaps. Each has one primary, and, if the job has them, one backup at most."""
     address: str
     """Empty: it serves nobody yet."""
     metrics_address: str
@@ -214,7 +214,7 @@ class Drained:
 
     incarnation: str
     index: int
-    """Its place, which may be another server's by now."""
+    """The place that was drained, which another server may have by now."""
     reason: str
     """Why, as it is told."""
 

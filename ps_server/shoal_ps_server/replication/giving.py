@@ -106,7 +106,7 @@ class Giver:
         return receiver
 
     def freed(self, partition_ids: Collection[int]) -> None:
-        """What was frozen is so no more: it stays, or has gone."""
+        """Ends the freeze of these partitions: a move is settled, and they stay here or have gone to the receiver."""
         if partition_ids:
             self._metrics.frozen_seconds.observe(time.perf_counter() - self._frozen_from)
             self._wake()
@@ -137,7 +137,7 @@ class Giver:
                 )
 
     async def _hand_over(self, order: MoveOrder) -> str:
-        """All of it in time. Raises ShoalError."""
+        """Sends the frozen partitions of a move to its receiver, within a limit of time; returns the receiver's incarnation. Raises ShoalError."""
         if not order.receiver_address:
             raise UnavailableError(f"move {order.move}: server {order.receiver_index} is away", reason="RECEIVER_AWAY")
         loop = asyncio.get_running_loop()

@@ -115,11 +115,11 @@ class Shard:
         return self._frozen
 
     def freeze(self, partition_ids: Iterable[int]) -> None:
-        """From now on they are as they are, once what was admitted has been applied."""
+        """Lets nobody pull these partitions or push to them; what was admitted before is still applied, and then they change no more."""
         self._frozen |= frozenset(partition_ids)
 
     def thaw(self, partition_ids: Iterable[int]) -> None:
-        """They stay, and are served again."""
+        """Ends the freeze of these partitions, which stay here: they are served again."""
         self._frozen -= frozenset(partition_ids)
 
     def drop(self, partition_ids: Collection[int]) -> None:

@@ -32,7 +32,7 @@ class Taken:
 
     move: int
     images: Mapping[int, PartitionImage]
-    """By their numbers. Their tensors become the server's own if it gets them."""
+    """Partition id -> image. Its tensors become the server's own when the shard map gives it the partition."""
 
     def copy(self) -> Taken:
         """Tensors of its own."""

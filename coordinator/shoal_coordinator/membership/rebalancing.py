@@ -91,7 +91,7 @@ def _given_away(kind: _Kind, giver: int, receivers: list[int]) -> Plan:
 
 
 def _evened_out(kind: _Kind, givers: list[int], receivers: list[int]) -> Plan | None:
-    """Plans a move from the fullest place to the emptiest, which carries neither past the mean where partitions are small enough for that."""
+    """Plans a move from the fullest place to the emptiest. It carries neither past the mean where partitions are small enough."""
     loads = {index: kind.load(index) for index in {*givers, *receivers}}
     if not givers or not receivers:
         return None

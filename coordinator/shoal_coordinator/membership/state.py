@@ -167,7 +167,8 @@ class Server:
 
     server_id: str
     index: int
-    """The server's place (server_index), >= 0. Places that were left for good leave gaps. Each has one primary, and, if the job has them, one backup at most."""
+    """The server's place (server_index), >= 0. Places that were left for good leave gaps. Each has one primary, and, if
+    the job has them, one backup at most."""
     address: str
     """Empty: it serves nobody yet."""
     metrics_address: str

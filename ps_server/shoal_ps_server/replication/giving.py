@@ -137,7 +137,7 @@ class Giver:
                 )
 
     async def _hand_over(self, order: MoveOrder) -> str:
-        """Sends the frozen partitions of a move to its receiver, within a limit of time; returns the receiver's incarnation. Raises ShoalError."""
+        """Sends the frozen partitions of a move to its receiver within a limit of time; returns its incarnation. Raises ShoalError."""
         if not order.receiver_address:
             raise UnavailableError(f"move {order.move}: server {order.receiver_index} is away", reason="RECEIVER_AWAY")
         loop = asyncio.get_running_loop()

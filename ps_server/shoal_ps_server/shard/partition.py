@@ -305,8 +305,8 @@ class Partition:
         return replace(self.as_it_is(), pulled=dict(self.bases.pulled), base_values=dict(self.bases.copies)).copy()
 
     def as_it_is(self) -> PartitionImage:
-        """An image that shares the partition's tensors, so that the next change shows in it; without the copies that delay compensation keeps.
-        Only with values."""
+        """An image that shares the partition's tensors, so that the next change shows in it; without the copies for delay
+        compensation. Only with values."""
         return PartitionImage(
             spec=self.spec,
             version=self.version,

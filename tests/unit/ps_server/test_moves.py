@@ -66,6 +66,15 @@ def layout_of(make: Any, index: int, *, moved: bool) -> Layout:
     )
 
 
+class GiverWithoutNetwork(Giver):
+    """Hands partitions over by `transfer`, where a test has set it."""
+
+    transfer: Callable[[MoveOrder, Callable[[], None]], Awaitable[str]] | None = None
+
+    async def _transfer(self, order: MoveOrder, progress: Callable[[], None]) -> str:
+        return await (self.transfer or super()._transfer)(order, progress)
+
+
 class Moved:
     """A server of which partitions move: its journal, and what gives and takes."""
 
@@ -87,7 +96,7 @@ class Moved:
             layout_of=self.layouts.at_least,
             agree=self._agree,
         )
-        self.giver = Giver(
+        self.giver = GiverWithoutNetwork(
             shard=server.shard,
             moves=server.moves,
             changes=server.changes,
@@ -116,7 +125,7 @@ class Moved:
             await receiver.receiver.take(self.giver._chunks(order, progress))
             return "receiver"
 
-        self.giver._transfer = transfer  # type: ignore[method-assign]
+        self.giver.transfer = transfer
 
     async def settle(self, *, moved: bool, move: int = 1) -> None:
         self.of_coordinator = layout_of(self.make, self.index, moved=moved)
@@ -331,7 +340,7 @@ def test_a_backup_that_begins_to_follow_while_partitions_move_has_what_its_prima
     run(test())
 
 
-def test_a_partition_that_goes_and_comes_back_before_a_backup_has_got_it_is_there_with_all_its_pushes(make, tmp_path) -> None:
+def test_a_partition_that_goes_and_comes_back_before_a_backup_has_got_it_is_there_with_all_its_pushes(make, tmp_path, monkeypatch) -> None:
     async def test() -> None:
         async with two(tmp_path, make) as (giver, receiver, history), asyncio.timeout(20):
             go, follower = asyncio.Event(), Follower(giver.server)
@@ -341,7 +350,7 @@ def test_a_partition_that_goes_and_comes_back_before_a_backup_has_got_it_is_ther
                 await go.wait()
                 await wait(*arguments)
 
-            follower._backup._until = later  # type: ignore[method-assign]
+            monkeypatch.setattr(follower._backup, "_until", later)
             await until(lambda: giver.server.journal._follower is not None)  # it gets partition 0, and the others when it may go on
             for step in await steps(giver, receiver, history):
                 await step()
@@ -495,7 +504,7 @@ def test_what_is_not_taken_is_served_on(make, tmp_path) -> None:
                     await history.push(giver.server, 3, {1})
                 raise UnavailableError("the receiver is gone")
 
-            giver.giver._transfer = fail  # type: ignore[method-assign]
+            giver.giver.transfer = fail
             with pytest.raises(UnavailableError, match="gone"):
                 await giver.giver.give(ORDER)
             await history.push(giver.server, 3)
@@ -504,7 +513,7 @@ def test_what_is_not_taken_is_served_on(make, tmp_path) -> None:
                 await asyncio.Event().wait()
                 raise AssertionError
 
-            giver.giver._transfer = stands  # type: ignore[method-assign]
+            giver.giver.transfer = stands
             giver.giver._idle_limit_s = 0.01
             with pytest.raises(UnavailableError, match=r"took nothing for 0\.01 s"):
                 await giver.giver.give(replace(ORDER, move=2))
@@ -852,14 +861,15 @@ def test_a_move_is_ordered_again_and_again_and_made_once(make, tmp_path) -> None
         async with two(tmp_path, make) as (giver, receiver, _):
             told, transfers = Told(giver), 0
             giver.gives_to(receiver)
-            transfer = giver.giver._transfer
+            transfer = giver.giver.transfer
+            assert transfer is not None
 
             async def counted(order: MoveOrder, progress: Callable[[], None]) -> str:
                 nonlocal transfers
                 transfers += 1
                 return await transfer(order, progress)
 
-            giver.giver._transfer = counted  # type: ignore[method-assign]
+            giver.giver.transfer = counted
             async with told.running() as mover:
                 mover.ordered(ORDER)
                 await until(lambda: bool(giver.server.shard.frozen))

@@ -1,7 +1,9 @@
 """A recommender on a click log: a small DLRM (Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation
-Systems", 2019) whose embeddings are sparse tables on parameter servers, and whose dense part is trained by async_sgd beside them.
+Systems", 2019) whose embeddings are sparse tables on parameter servers, and whose dense part is trained by ddp beside them.
 
     shoal up --workers 2 --servers 2 examples/recommender.py
+
+With --strategy async_sgd nobody waits for anybody: the dense part is on the servers too, and each worker pushes for itself.
 
 The log is generated, so that the best that any model can do is known. Somebody with id `u` is shown something with id `i` and three tags,
 and clicks with the probability
@@ -84,14 +86,16 @@ def train(options: argparse.Namespace) -> None:
     shoal.init()
     torch.manual_seed(0)
     net = Recommender(options.users, options.items)
-    model, optimizer = shoal.as_distributed(net, torch.optim.Adam(net.parameters(), 5e-3), strategy="async_sgd")
+    model, optimizer = shoal.as_distributed(net, torch.optim.Adam(net.parameters(), 5e-3), strategy=options.strategy)
     log, _ = click_log(options.samples, options.users, options.items, seed=1)
     (*shown, clicked), probability = click_log(20_000, options.users, options.items, seed=2)
     held_out = clicked.numpy() > 0
-    loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(*log), batch_size=options.batch_size, look_ahead=True)
+    alone = options.strategy == "async_sgd"
+    batches = {"batch_size": options.batch_size, "look_ahead": True} if alone else {"global_batch_size": options.batch_size}
+    loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(*log), **batches)
     for epoch in loader.epochs(options.epochs):
         for *inputs, clicks in loader:
-            if (upcoming := loader.peek()) is not None:
+            if alone and (upcoming := loader.peek()) is not None:  # under ddp the next rows are not there before this step is pushed
                 net.prefetch(*upcoming[:3])
             optimizer.zero_grad()
             nn.functional.binary_cross_entropy_with_logits(model(*inputs), clicks).backward()
@@ -105,9 +109,10 @@ def train(options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--strategy", choices=["ddp", "async_sgd"], default="ddp")
     parser.add_argument("--users", type=int, default=500, help="how many ids of users there are")
     parser.add_argument("--items", type=int, default=300, help="how many ids of items there are")
     parser.add_argument("--samples", type=int, default=100_000, help="of the log, which is trained on once an epoch")
-    parser.add_argument("--batch-size", type=int, default=250)
+    parser.add_argument("--batch-size", type=int, default=250, help="samples of a step; with async_sgd, of a worker's step")
     parser.add_argument("--epochs", type=int, default=3)
     train(parser.parse_args())

@@ -25,6 +25,9 @@ Workers:
     transfer.before_taking      this receiver has not asked yet
     exchange.server_answered    one parameter server has acknowledged the push; others may not have it yet
     exchange.done               all of them have, nothing was recorded, and the coordinator has not heard of it
+    tables.summed               this rank has the row gradients of all ranks, and the step is not closed
+    tables.met                  all ranks are known to have committed the step, and this one has pushed nothing of its rows
+    tables.pushed               this rank has pushed its share of the rows, and has not noted it
 
 Parameter servers:
 

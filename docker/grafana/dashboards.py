@@ -320,6 +320,12 @@ PARAMETER_SERVERS = (
         queries=[("shoal_ps_stored_bytes{job}", "{{instance}} in memory"), ("shoal_ps_snapshot_bytes{job}", "{{instance}} snapshot")],
     ),
     Graph(
+        title="Rows of sparse tables",
+        text="Rows that were pushed and not evicted. A row takes memory from its first push on.",
+        unit="short",
+        queries=[("shoal_ps_table_rows{job}", "{{instance}}")],
+    ),
+    Graph(
         title="Snapshots",
         text="Age of the last snapshot: the journal has what came after it. Failures mean a full or broken disk.",
         unit="s",

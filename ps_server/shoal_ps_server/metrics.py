@@ -63,6 +63,7 @@ class Metrics:
             buckets=_WAIT_BUCKETS_S,
         )
         self.stored_bytes = Gauge("shoal_ps_stored_bytes", "Bytes of values and optimizer state.", registry=registry)
+        self.table_rows = Gauge("shoal_ps_table_rows", "Rows of sparse tables that are stored.", registry=registry)
         self.partitions = Gauge("shoal_ps_partitions", "Partitions held, with values or without.", registry=registry)
         self.lowest_version = Gauge("shoal_ps_lowest_version", "Lowest version of a partition held.", registry=registry)
         self.highest_version = Gauge("shoal_ps_highest_version", "Highest version of a partition held.", registry=registry)

@@ -349,6 +349,7 @@ class ParameterServer:
         clocks = [each.clock for each in self._membership.clocks.members.values()]
         metrics = self._metrics
         metrics.stored_bytes.set(summary.stored_bytes)
+        metrics.table_rows.set(summary.stored_rows)
         metrics.partitions.set(len(summary.versions))
         metrics.lowest_version.set(min(summary.versions.values(), default=0))
         metrics.highest_version.set(max(summary.versions.values(), default=0))

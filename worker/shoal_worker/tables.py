@@ -332,6 +332,14 @@ def tables_of(module: nn.Module) -> list[SparseEmbedding]:
     return sorted(found, key=lambda table: table.name)
 
 
+def check_unscaled(*, scaled: bool) -> None:
+    """Raises ConfigurationError where a GradScaler scales the losses of a model with tables."""
+    if scaled:
+        raise ConfigurationError(
+            "a GradScaler with sparse tables: it does not see the gradients of their rows; train in float32 or bfloat16, without it"
+        )
+
+
 def _read_optimizer(name: str, factory: OptimizerFactory, dim: int) -> tuple[str, dict[str, float]]:
     """The optimizer's name and hyperparameters, as servers have them."""
     made = factory([nn.Parameter(torch.zeros(1, dim))])

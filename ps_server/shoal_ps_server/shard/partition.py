@@ -318,6 +318,11 @@ class Partition:
         )
 
     @property
+    def stored_rows(self) -> int:
+        """Rows of a sparse table."""
+        return 0
+
+    @property
     def stored_bytes(self) -> int:
         """Bytes of values, optimizer state, and copies for delay compensation."""
         if self.values is None:

@@ -78,6 +78,8 @@ class ShardSummary:
     sequences: Mapping[int, int]
     """Partition id -> the last sequence of the member asked about that was applied, or is on its way; only those above 0."""
     stored_bytes: int
+    stored_rows: int
+    """Rows of sparse tables."""
     pushes_applied: int
     pushes_deduplicated: int
 
@@ -374,6 +376,7 @@ class Shard:
             versions={each.spec.partition_id: each.version for each in held},
             sequences={each.spec.partition_id: last for each in held if (last := each.last_sequence(member_id))},
             stored_bytes=sum(each.stored_bytes for each in held),
+            stored_rows=sum(each.stored_rows for each in held),
             pushes_applied=self._pushes_applied,
             pushes_deduplicated=self._pushes_deduplicated,
         )

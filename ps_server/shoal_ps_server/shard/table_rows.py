@@ -129,6 +129,11 @@ class TableRows(Partition):
         )
 
     @property
+    def stored_rows(self) -> int:
+        """See `Partition.stored_rows`: those that were pushed, and not evicted."""
+        return len(self.rows)
+
+    @property
     def stored_bytes(self) -> int:
         """Bytes of rows and their optimizer state, and of the room for more."""
         return self.rows.nbytes

@@ -161,7 +161,8 @@ class AsyncCluster:
         self.servers.append(server)
         return server
 
-    def start_worker(self, *, environment: dict[str, str] | None = None, **config: Any) -> Worker:
+    def start_worker(self, *, program: Path | None = None, environment: dict[str, str] | None = None, **config: Any) -> Worker:
+        """`program`: a script that reads its configuration from the environment; None: train.py."""
         number = len(self.workers)
         directory = self.directory / f"worker-{number}"
         directory.mkdir()
@@ -174,8 +175,13 @@ class AsyncCluster:
             "SHOAL_RENDEZVOUS_TIMEOUT_S": "60",
             **(environment or {}),
         }
-        arguments = [json.dumps({"directory": str(directory), **config})]
-        worker = Worker(self.zygote.start("train", arguments, output=directory / "log", **variables), directory)
+        configuration = json.dumps({"directory": str(directory), **config})
+        if program is None:
+            process = self.zygote.start("train", [configuration], output=directory / "log", **variables)
+        else:
+            variables[program.stem.upper()] = configuration
+            process = self.zygote.start("script", [str(program)], output=directory / "log", **variables)
+        worker = Worker(process, directory)
         self.workers.append(worker)
         return worker
 

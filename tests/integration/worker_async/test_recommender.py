@@ -65,8 +65,9 @@ sys.stdin.read()
 
 
 @pytest.mark.slow
-def test_the_recommender_comes_near_to_what_its_log_allows(tmp_path: Path) -> None:
-    options = ["--users", "200", "--items", "100", "--samples", "40000", "--epochs", "3"]
+@pytest.mark.parametrize("strategy", ["ddp", "async_sgd"])
+def test_the_recommender_comes_near_to_what_its_log_allows(tmp_path: Path, strategy: str) -> None:
+    options = ["--strategy", strategy, "--users", "200", "--items", "100", "--samples", "40000", "--epochs", "3"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
     ended = subprocess.run(
         [sys.executable, "-m", "shoal", "up", "--workers", "2", "--servers", "2", str(EXAMPLE), *options],

@@ -2,7 +2,8 @@
 
 `engine` trains; `outer_steps` has the rounds of a worker that takes several steps between two pushes; `servers` speaks to all servers and
 `server_link` to one; what they pass to each other is a `delivery`, and the `ledger` says how far the worker is with each partition;
-`tensors` is what they send; `tables` looks up the rows of sparse tables, and says what is pushed of them; `options` are the user's and the
+`tensors` is what they send; `tables` looks up the rows of sparse tables, and says what is pushed of them, and `step_tables` does so for
+strategies whose ranks take steps together; `options` are the user's and the
 optimizer's; `job` speaks to the coordinator, and `leases` has its batches; `own_cluster` starts a coordinator and a server where a script
 runs by itself.
 """

@@ -120,8 +120,8 @@ class Job:
         except PreconditionError as error:
             if error.reason == "JOB_WITHOUT_SERVERS":
                 raise ConfigurationError(
-                    f'strategy="async_sgd" needs parameter servers, and job {self.job_id!r} was created without; start it with '
-                    "`shoal run --servers 2 ...`"
+                    f'strategy="async_sgd" and sparse tables need parameter servers, and job {self.job_id!r} was created without; start '
+                    "it with `shoal run --servers 2 ...`"
                 ) from error
             raise
         return answer.shard_map

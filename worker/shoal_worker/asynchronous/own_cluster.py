@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import ConfigurationError, DeadlineError, UnavailableError
@@ -30,8 +30,11 @@ from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.scratch import ScratchDirectory
 from shoal_protos.v1 import coordinator_pb2 as pb
 
+from shoal_worker.asynchronous.job import Job
 from shoal_worker.elastic.link import CoordinatorLink, MemberIdentity
 from shoal_worker.elastic.member import LeaveReason
+from shoal_worker.elastic.membership import Membership
+from shoal_worker.elastic.session import Session
 from shoal_worker.settings import environment_without_settings
 
 _COORDINATOR: Final = "shoal_coordinator"
@@ -42,6 +45,37 @@ _START_TIMEOUT: Final = timedelta(seconds=60)
 _STOP_TIMEOUT: Final = timedelta(seconds=10)
 _POLL_S: Final = 0.01
 _LAST_WORDS: Final = 5
+
+JobT = TypeVar("JobT", bound=Job)
+
+
+def open_job(session: Session, kind: type[JobT]) -> tuple[JobT, OwnCluster | None]:
+    """The session's job, as parameter servers are used in it; and the cluster that was started for a process without one, to be closed.
+
+    Raises:
+        ConfigurationError: the ranks are those of a launch, which has no servers; and as `OwnCluster`.
+    """
+    membership, settings, own = session.membership, session.settings, None
+    if membership is None:
+        own = OwnCluster()
+        link, channel = own.link, own.channel
+    elif isinstance(membership, Membership):
+        assert settings.coordinator is not None
+        link, channel = membership.link, ChannelSettings(address=settings.coordinator, token=settings.token, tls=settings.tls)
+    else:
+        raise ConfigurationError(
+            "the model has sparse tables, whose rows are on parameter servers, and ranks of `shoal.launch` have none: run the script with "
+            "`shoal run --servers 1 ...`"
+        )
+    job = kind(
+        link,
+        channel,
+        patience=settings.rendezvous_timeout,
+        straggler_patience=settings.collective_timeout,
+        transport=settings.server_transport,
+        fell_back=lambda transport: session.metrics.transports_lost.labels(transport).inc(),
+    )
+    return job, own
 
 
 class OwnCluster:
@@ -57,7 +91,7 @@ class OwnCluster:
         missing = [distribution for module, distribution in _DISTRIBUTIONS.items() if importlib.util.find_spec(module) is None]
         if missing:
             raise ConfigurationError(
-                f'strategy="async_sgd" without a cluster starts a parameter server of its own, but {" and ".join(missing)} cannot be '
+                f"training with parameter servers, without a cluster, starts a server of its own, but {' and '.join(missing)} cannot be "
                 f"found; `pip install {' '.join(missing)}`, or run the script with `shoal run --servers 1 ...`"
             )
         self._scratch = ScratchDirectory("alone")

@@ -82,10 +82,14 @@ class ParameterServers:
         self._each(lambda link: link.exchange(delivery))
         if iteration.pull:
             publish(self._trained)
-        if iteration.batch:
-            for link in self._links:
-                link.finished(iteration.batch)
+        if iteration.batch and not iteration.in_part:
+            self.finished(iteration.batch)
         return delivery.outcome()
+
+    def finished(self, batch: int) -> None:
+        """All that is to be pushed of the batch with this key was acknowledged; the servers are told with the next push."""
+        for link in self._links:
+            link.finished(batch)
 
     def pull(self) -> None:
         """Pulls newer values into the module, outside of a step."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,7 +40,7 @@ from torch import nn
 
 from shoal_worker.asynchronous.job import Job
 from shoal_worker.elastic.loader_interface import StopTraining
-from shoal_worker.tables import LookedUp, SparseEmbedding, tables_of
+from shoal_worker.tables import LookedUp, RowGradients, SparseEmbedding, tables_of
 
 _DTYPE: Final = dtype_info("float32")
 _LONGEST_BACKOFF_S: Final = 1.0
@@ -80,6 +80,55 @@ def buckets_of_servers(shard_map: coordinator_pb.ShardMap) -> dict[int, tuple[in
     return found
 
 
+def check_names(module: nn.Module, tables: Sequence[SparseEmbedding]) -> None:
+    """Raises ConfigurationError: two tables, or a table and a parameter, of one name."""
+    names = [table.name for table in tables]
+    taken = {name for name, _ in module.named_parameters()}
+    for name in names:
+        if name in taken or names.count(name) > 1:
+            raise ConfigurationError(f"table name={name!r} is another table's, or a parameter's; give each a name of its own")
+
+
+def table_specs(tables: Iterable[SparseEmbedding]) -> list[coordinator_pb.TensorSpec]:
+    """For DeclareTensors."""
+    return [
+        coordinator_pb.TensorSpec(name=table.name, shape=table.shape, dtype=_DTYPE.name, table=table.spec.message()) for table in tables
+    ]
+
+
+def buckets_of_tables(shard_map: coordinator_pb.ShardMap, tables: Iterable[SparseEmbedding]) -> dict[str, tuple[int, ...]]:
+    """Table -> its buckets' partitions, by the buckets' numbers."""
+    found: dict[str, tuple[int, ...]] = {}
+    for table in tables:
+        index = next(number for number, tensor in enumerate(shard_map.tensors) if tensor.name == table.name)
+        buckets = [each for each in shard_map.partitions if each.HasField("bucket") and each.bucket.tensor_index == index]
+        found[table.name] = tuple(each.partition_id for each in sorted(buckets, key=lambda each: each.bucket.number))
+    return found
+
+
+def pushed_rows(table: SparseEmbedding, partitions: Sequence[int], gradients: RowGradients) -> dict[int, PushedRows]:
+    """Partition -> what a step pushes to it: of all buckets of the table, also those of which it has no row. `partitions`: by the buckets'
+    numbers.
+
+    Raises:
+        InvalidRequestError (GRADIENT_NOT_FINITE): naming the table; nothing is to be pushed.
+        LimitError (PAYLOAD_TOO_LARGE): more rows than a push may have; nothing is to be pushed.
+    """
+    _check_finite(table, gradients.ids, gradients.values)
+    found: dict[int, PushedRows] = {}
+    for partition_id, places in zip(partitions, by_bucket(gradients.ids, len(partitions)), strict=True):
+        data = pushed_payload(gradients.ids[places], gradients.values[places])
+        _check_size(table, len(places), data.nbytes)
+        found[partition_id] = PushedRows(
+            partition_id=partition_id,
+            version=gradients.versions[partition_id],
+            rows=len(places),
+            length=len(places) * table.embedding_dim,
+            data=data,
+        )
+    return found
+
+
 class Tables:
     """All tables of the model."""
 
@@ -90,11 +139,7 @@ class Tables:
             ConfigurationError: two tables, or a table and a parameter, of one name.
         """
         self._tables = tables_of(module)
-        names = [table.name for table in self._tables]
-        taken = {name for name, _ in module.named_parameters()}
-        for name in names:
-            if name in taken or names.count(name) > 1:
-                raise ConfigurationError(f"table name={name!r} is another table's, or a parameter's; give each a name of its own")
+        check_names(module, self._tables)
         self._partitions: dict[str, tuple[int, ...]] = {}
         """Table -> its buckets' partitions, by the buckets' numbers."""
         self._reader: RowReader | None = None
@@ -104,10 +149,7 @@ class Tables:
 
     def specs(self) -> list[coordinator_pb.TensorSpec]:
         """For DeclareTensors."""
-        return [
-            coordinator_pb.TensorSpec(name=table.name, shape=table.shape, dtype=_DTYPE.name, table=table.spec.message())
-            for table in self._tables
-        ]
+        return table_specs(self._tables)
 
     def connect(
         self, job: Job, shard_map: coordinator_pb.ShardMap, *, patience: timedelta, stopped: Callable[[StopTraining], None]
@@ -121,38 +163,18 @@ class Tables:
         if not self._tables:
             return
         self._reader = RowReader(job, shard_map, patience=patience)
+        self._partitions = buckets_of_tables(shard_map, self._tables)
         for table in self._tables:
-            index = next(number for number, tensor in enumerate(shard_map.tensors) if tensor.name == table.name)
-            buckets = [each for each in shard_map.partitions if each.HasField("bucket") and each.bucket.tensor_index == index]
-            partitions = tuple(each.partition_id for each in sorted(buckets, key=lambda each: each.bucket.number))
-            self._partitions[table.name] = partitions
-            table.come_from(ServerRows(self._reader, partitions, table.embedding_dim, stopped))
+            table.come_from(ServerRows(self._reader, self._partitions[table.name], table.embedding_dim, stopped))
 
     def pushes(self) -> dict[int, PushedRows]:
-        """Partition -> what this step pushes to it: of each table with a gradient all buckets, also those of which it has no row. Call
-        `drop_gradients` when it has been acknowledged.
-
-        Raises:
-            InvalidRequestError (GRADIENT_NOT_FINITE): naming the table; nothing is to be pushed.
-            LimitError (PAYLOAD_TOO_LARGE): more rows than a push may have; nothing is to be pushed.
-        """
+        """Partition -> what this step pushes to it, of each table with a gradient. Call `drop_gradients` when it has been acknowledged.
+        Raises as `pushed_rows`."""
         found: dict[int, PushedRows] = {}
         for table in self._tables:
             gradients = table.gradients()
-            if gradients is None:
-                continue
-            _check_finite(table, gradients.ids, gradients.values)
-            partitions = self._partitions[table.name]
-            for partition_id, places in zip(partitions, by_bucket(gradients.ids, len(partitions)), strict=True):
-                data = pushed_payload(gradients.ids[places], gradients.values[places])
-                _check_size(table, len(places), data.nbytes)
-                found[partition_id] = PushedRows(
-                    partition_id=partition_id,
-                    version=gradients.versions[partition_id],
-                    rows=len(places),
-                    length=len(places) * table.embedding_dim,
-                    data=data,
-                )
+            if gradients is not None:
+                found |= pushed_rows(table, self._partitions[table.name], gradients)
         return found
 
     def drop_gradients(self) -> None:

@@ -372,6 +372,8 @@ class Iteration:
     pull: bool
     batch: int = 0
     """Key of the leased batch that the gradients were computed on; 0: none."""
+    in_part: bool = False
+    """Other calls push the rest of the batch: `ParameterServers.finished` says when all is there."""
     rows: Mapping[int, PushedRows] = field(default_factory=dict)
     """What is pushed to buckets of sparse tables, by partition."""
 

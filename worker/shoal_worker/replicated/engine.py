@@ -26,14 +26,18 @@ from shoal_worker.engine.failed_collectives import LosingStep
 from shoal_worker.engine.parameters import check_optimizer_covers, check_shaped, check_trains, has_values, materialize, unsaved_buffers
 from shoal_worker.replicated.buckets import AccumulatedReduction
 from shoal_worker.replicated.reduction import OverlappedReduction
+from shoal_worker.replicated.step_tables import StepTables
 from shoal_worker.state.digest import digest_of, state_tensors
+from shoal_worker.tables import check_unscaled
 
 
 class ReplicatedEngine(Engine):
     """A replica of the whole model on every rank."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, tables: StepTables | None = None) -> None:
+        """`tables`: the module's sparse ones; None: it has none."""
         super().__init__(setup)
+        self._tables = tables
         self._compression = compression_of(self.config.compressor, self._session)
         self._skipped = False
         """A GradScaler found the step's gradients unusable."""
@@ -57,6 +61,8 @@ class ReplicatedEngine(Engine):
         self._attached = True
         self._session.attach(self)
         self._step_buffers.commit()
+        if self._tables is not None:
+            self._tables.connect()
 
     # ------------------------------------------------------------------------------------------------------------- training
 
@@ -147,6 +153,8 @@ class ReplicatedEngine(Engine):
         }
         if self._compression is not None:
             captured["compression"] = self._compression.capture()
+        if self._tables is not None and (known := self._tables.capture()):
+            captured["tables"] = known
         buffers = unsaved_buffers(self.module)
         return captured | {"buffers": buffers} if buffers else captured
 
@@ -169,6 +177,8 @@ class ReplicatedEngine(Engine):
             self.optimizer.load_state_dict(state["optimizer"])
         if self._compression is not None:
             self._compression.restore(state.get("compression"))
+        if self._tables is not None:
+            self._tables.restore(state.get("tables"))
         self._step_buffers.commit()
 
     def in_common(self) -> Mapping[str, int]:
@@ -188,6 +198,8 @@ class ReplicatedEngine(Engine):
         self._skipped = False
         if self._compression is not None:
             self._compression.step_begins()
+        if self._tables is not None:
+            self._tables.step_begins()
 
     def micro_batch_begins(self) -> None:
         """See `TrainingEngine`."""
@@ -196,6 +208,8 @@ class ReplicatedEngine(Engine):
     def micro_batch_ends(self, weight: float) -> None:
         """See `TrainingEngine`."""
         self._accumulation().micro_batch_ends(weight)
+        if self._tables is not None:
+            self._tables.micro_batch_ends(weight)
 
     def finish_reduction(self) -> None:
         """See `TrainingEngine`."""
@@ -207,6 +221,8 @@ class ReplicatedEngine(Engine):
                 "optimizer.step()"
             )
         self._reduce_what_is_left()
+        if self._tables is not None and step is not None and step.phase is StepPhase.SEALED and step.lost is None:
+            self._tables.reduce()
         self._close()
         self._session.settle_step()
 
@@ -263,6 +279,8 @@ class ReplicatedEngine(Engine):
         self._step_buffers.put_back()
         if self._compression is not None:
             self._compression.void()
+        if self._tables is not None:
+            self._tables.discard()
         for parameter in self.module.parameters():
             parameter.grad = None
 
@@ -275,6 +293,8 @@ class ReplicatedEngine(Engine):
             self._overlapped.write_buffers()
         if self._compression is not None:
             self._compression.commit(unusable=self._skipped)
+        if self._tables is not None:
+            self._tables.commit()
 
     def _accumulation(self) -> AccumulatedReduction:
         if self._accumulated is None:
@@ -295,7 +315,18 @@ class ReplicatedEngine(Engine):
                 "the GradScaler has looked at gradients that are not reduced yet, so ranks would not agree whether to skip the step: make "
                 "the last backward pass outside of no_sync(), or call model.synchronize_gradients() before scaler.unscale_() or step()"
             )
-        return super().finish_step(update, scaled=scaled, inspected=inspected)
+        if self._tables is None:
+            return super().finish_step(update, scaled=scaled, inspected=inspected)
+        check_unscaled(scaled=scaled or inspected)
+        status = super().finish_step(update, scaled=scaled, inspected=inspected)
+        self._tables.deliver()
+        return status
+
+    def zero_grad(self, clear: Callable[[], None]) -> None:
+        """See `Engine`."""
+        clear()
+        if self._tables is not None:
+            self._tables.drop_gradients()
 
     def skip(self) -> None:
         """See `Engine`."""

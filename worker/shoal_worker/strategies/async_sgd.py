@@ -47,6 +47,7 @@ class AsyncSGDModel(ShardedModel):
         a_death="its batch is dealt again",
         options=frozenset(field.name for field in dataclasses.fields(AsyncOptions)),
         compressor="topk",
+        sparse_tables=True,
     )
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import ClassVar, cast
 
+from shoal_worker.asynchronous.step_tables import step_tables
 from shoal_worker.replicated.engine import ReplicatedEngine
 from shoal_worker.strategies.declaration import Strategy
 from shoal_worker.strategies.model import ShardedModel
@@ -21,12 +22,13 @@ class DDPModel(ShardedModel):
 
     declaration: ClassVar[Strategy] = Strategy(
         name="ddp",
-        engine=ReplicatedEngine,
+        engine=lambda setup: ReplicatedEngine(setup, step_tables(setup)),
         memory="P + G + O",
         sent="2P(N-1)/N",
         a_death="loses nothing: all hold all",
         compressor="powersgd",
         complex_parameters=True,
+        sparse_tables=True,
     )
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -33,3 +33,5 @@ class Strategy:
     """The compressor that suits it over slow links; None: it takes no `gradient_compression=`."""
     complex_parameters: bool = False
     """It trains complex parameters."""
+    sparse_tables: bool = False
+    """It trains models with sparse tables."""

@@ -115,10 +115,10 @@ def _check(strategy: Strategy, module: nn.Module, config: ShardingConfiguration)
             raise ConfigurationError(
                 f"{field}={value!r} with strategy={name!r}, which does not know it: {instead.format(known=_those_that_know(field))}"
             )
-    if (tables := tables_of(module)) and name != "async_sgd":
+    if (tables := tables_of(module)) and not strategy.sparse_tables:
         raise ConfigurationError(
-            f"the model has the sparse table {tables[0].name!r}, whose rows are on parameter servers, and strategy={name!r} has none: take "
-            'strategy="async_sgd", or torch.nn.Embedding'
+            f"the model has the sparse table {tables[0].name!r}, whose rows are on parameter servers, and strategy={name!r} knows none: "
+            f"take {_those(lambda other: other.sparse_tables)}, or torch.nn.Embedding"
         )
     for parameter_name, parameter in module.named_parameters() if not strategy.complex_parameters else ():
         if parameter.requires_grad and parameter.is_complex():

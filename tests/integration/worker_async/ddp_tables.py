@@ -1,0 +1,103 @@
+"""A user's script: ddp trains a model with sparse tables. Says what it ends with as one JSON line in its directory.
+
+Configuration: one JSON object in DDP_TABLES; see the keys below.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import shoal
+import torch
+from torch import nn
+
+from tests.zygote.children import eventually
+
+IDS = 40
+SAMPLES = 96
+
+
+class Recommender(nn.Module):
+    """Two tables and a dense part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.users = shoal.SparseEmbedding(
+            None, 4, name="users", optimizer=partial(torch.optim.Adagrad, lr=0.1, lr_decay=0.01), scale=0.5, buckets=3
+        )
+        self.words = shoal.SparseEmbeddingBag(
+            IDS, 4, name="words", mode="sum", optimizer=partial(torch.optim.SparseAdam, lr=0.01), seed=1, buckets=2
+        )
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, users: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.cat([self.users(users), self.words(words)], dim=1)).squeeze(1)
+
+
+def samples() -> torch.utils.data.TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    users, words = torch.randint(0, IDS, (SAMPLES,), generator=generator), torch.randint(0, IDS, (SAMPLES, 3), generator=generator)
+    return torch.utils.data.TensorDataset(users, words, ((users + words.sum(1)) % 2).float())
+
+
+def loss_of(model: Any, batch: Any) -> torch.Tensor:
+    users, words, labels = batch
+    return nn.functional.binary_cross_entropy_with_logits(model(users, words), labels)
+
+
+def evaluated(model: Any, batch: Any) -> dict[str, float]:
+    return {"loss": float(loss_of(model, batch)) * len(batch[0]), "samples": float(len(batch[0]))}
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    torch.set_num_threads(1)
+    config: dict[str, Any] = json.loads(os.environ["DDP_TABLES"])
+    directory = Path(config["directory"])
+    micro = config.get("micro", True)
+    shoal.init()
+    net = Recommender()
+    adam = torch.optim.Adam(net.parameters(), 1e-2)
+    model, optimizer = shoal.as_distributed(net, adam, strategy="ddp", deterministic=micro, backend=config.get("backend"))
+    loader = shoal.ElasticDataLoader(samples(), global_batch_size=16, micro_batch_size=4 if micro else None)
+    validation = shoal.ElasticDataLoader(samples(), global_batch_size=32, train=False)
+    if "resume" in config:
+        shoal.resume(config["resume"])
+    lost = 0
+    for _ in loader.epochs(config["epochs"]):
+        for batches in loader.steps() if micro else ((batch,) for batch in loader):
+            for batch in batches:
+                loss_of(model, batch).backward()
+            (directory / f"step-{loader.global_step}").touch()
+            if loader.global_step in config.get("hold_at", ()):
+                go = directory / f"go-{loader.global_step}"
+                eventually(go.exists, "the test, which holds this worker")
+            if "delay_s" in config:
+                time.sleep(config["delay_s"])
+            lost += not optimizer.step()
+            optimizer.zero_grad()
+        evaluation = shoal.evaluate(model, validation, evaluated)
+        if "save" in config:
+            shoal.save_checkpoint(config["save"])
+    with torch.no_grad():
+        rows = [net.users(torch.arange(IDS)), net.words(torch.arange(IDS).unsqueeze(1))]
+    state = [*rows, *model.full_state_dict().values()]
+    result = {
+        "steps": loader.global_step,
+        "lost": lost,
+        "world": shoal.world_size(),
+        "evaluation": evaluation,
+        "digest": hashlib.sha256(b"".join(value.numpy().tobytes() for value in state)).hexdigest(),
+        "values": torch.cat([value.double().flatten() for value in state]).tolist(),
+    }
+    (directory / "result.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,519 @@
+"""Sparse tables of a model whose ranks take steps together (ddp): gradients of rows are summed over the ranks, and pushed once a step.
+
+A step that is lost must leave the servers' rows as they were, and a step that counts must reach all of them once, whoever dies on the way:
+
+1. Before the closing, each rank gathers the row gradients of all ranks and sums them (`reduce`): every rank has all that the step pushes.
+2. When the step is committed, the ranks meet once more (`commit`). A rank that comes out of that meeting knows that all have seen the
+   closing: nobody will redo the step. Where the meeting fails, the next generation is as good: its ranks are all past the step.
+3. Only then the sums are pushed (`deliver`), by each rank to a share of the buckets, under a key that no other step has. A server applies
+   one push of a key to each bucket, whoever sends it; so a rank that waits for what another should have pushed pushes it as well.
+4. A bucket's version counts its pushes, and every rank knows which version follows the last step: a lookup waits until its buckets are
+   there. Versions that are not as expected mean that a server has lost its data, or that a checkpoint is of another time: that is
+   logged, and the ranks agree on the versions that there are.
+
+All of it belongs to the training thread, or to the thread of a backward pass that computes activations again while that one waits.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from shoal_common.errors import MembershipChanged, PreconditionError
+from shoal_common.failpoints import failpoint
+from shoal_common.tables.values import Ids
+from torch import nn
+
+from shoal_worker.asynchronous.job import Job
+from shoal_worker.asynchronous.options import AsyncOptions, ServerOptimizer
+from shoal_worker.asynchronous.own_cluster import OwnCluster, open_job
+from shoal_worker.asynchronous.servers import ParameterServers
+from shoal_worker.asynchronous.tables import PushedRows, RowReader, buckets_of_tables, check_names, pushed_rows, table_specs
+from shoal_worker.asynchronous.tensors import Iteration
+from shoal_worker.elastic.loader_interface import StopTraining
+from shoal_worker.elastic.session import Session
+from shoal_worker.engine.base import Setup
+from shoal_worker.engine.failed_collectives import LosingStep
+from shoal_worker.state.serial import dump_tensors, load_tensors
+from shoal_worker.tables import LookedUp, RowGradients, SparseEmbedding, tables_of
+
+_log = logging.getLogger(__name__)
+
+_PATIENCE_S: Final = 1.0
+"""How long a rank waits for what another rank is to push, before it pushes that as well."""
+_SHORTEST_WAIT_S: Final = 0.0005
+_LONGEST_WAIT_S: Final = 0.02
+_KEYS_OF_A_GENERATION: Final = 1 << 32
+"""Steps that begin to push in a later generation have larger keys than all before."""
+
+_Sums = npt.NDArray[np.float64]
+
+
+class SynchronousJob(Job):
+    """The job of a worker that, once it takes steps, leaves at borders alone, where all ranks know of it: no wait for a server ends early
+    because it is to leave."""
+
+    takes_steps = False
+
+    @property
+    def leaving(self) -> bool:
+        """See `Job`; False once it takes steps."""
+        return not self.takes_steps and super().leaving
+
+
+@dataclass(kw_only=True)
+class _Step:
+    """What one step pushes."""
+
+    key: int
+    """The step's own: see above."""
+    gradients: Mapping[str, RowGradients]
+    """Table -> the mean over the batch."""
+    pushes: Mapping[int, PushedRows]
+    """Partition -> what is pushed to it."""
+    generation: int
+    """In which it was summed."""
+    known_to_all: bool = False
+    """Every rank has seen its closing."""
+    delivered: bool = False
+    """This rank has pushed its share."""
+    unseen: set[int] = field(default_factory=set)
+    """Partitions of which this rank does not know that they have it."""
+
+    def __post_init__(self) -> None:
+        self.unseen = set(self.pushes)
+
+
+class RowSums:
+    """This rank's part of the row gradients of a step, weighted, by table and id. In float64, so that with micro-batches, whose weights are
+    whole numbers, the ranks' sum does not depend on who computed what: see `replicated/buckets.py`."""
+
+    def __init__(self, tables: Sequence[SparseEmbedding]) -> None:
+        self._tables = tables
+        self._parts: dict[str, list[tuple[Ids, _Sums]]] = {}
+        self._weight = 0.0
+        """Of the micro-batches that are in."""
+        self.versions: dict[int, int] = {}
+        """Those that the gradients were computed on."""
+
+    def take(self, factor: float, *, weight: float = 0.0) -> None:
+        """Adds the gradients that the tables have gathered, `factor` times; they weigh `weight`. With neither they are left out."""
+        for table in self._tables:
+            gradients = table.gradients()
+            if gradients is not None and factor != 0:
+                self._parts.setdefault(table.name, []).append((gradients.ids, gradients.values.astype(np.float64) * factor))
+                self.versions.update(gradients.versions)
+            table.drop_gradients()
+        self._weight += weight
+
+    def clear(self) -> None:
+        """Nothing is in."""
+        self._parts.clear()
+        self.versions.clear()
+        self._weight = 0.0
+
+    def dump(self, told: Mapping[str, Any]) -> bytes:
+        """This rank's part, for the others; `told`: what else there is to tell, JSON-able."""
+        tensors: dict[str, torch.Tensor] = {}
+        for name, parts in self._parts.items():
+            ids, sums = _summed(parts)
+            tensors |= {f"{name}/ids": torch.from_numpy(ids), f"{name}/sums": torch.from_numpy(sums)}
+        return dump_tensors(tensors, {"weight": self._weight, **told})
+
+
+def _summed(parts: Sequence[tuple[Ids, _Sums]]) -> tuple[Ids, _Sums]:
+    """Each id once, ascending, and the sum of what is there of it, in the order of the parts."""
+    ids = np.concatenate([ids for ids, _ in parts])
+    order = np.argsort(ids, kind="stable")
+    unique, first = np.unique(ids[order], return_index=True)
+    return unique, np.add.reduceat(np.concatenate([sums for _, sums in parts])[order], first, axis=0) if len(ids) else parts[0][1]
+
+
+class ServerStepTables:
+    """Tables whose rows are on the job's parameter servers. A `StepTables` (replicated/step_tables.py)."""
+
+    def __init__(self, setup: Setup, tables: Sequence[SparseEmbedding]) -> None:
+        """Does not connect yet.
+
+        Raises:
+            ConfigurationError: two tables, or a table and a parameter, of one name.
+        """
+        check_names(setup.module, tables)
+        self._setup = setup
+        self._session = setup.session
+        self._own = cast(Session, setup.session)
+        """The session itself: its membership, its metrics and its end are of interest here as well."""
+        self._tables = tables
+        self._by_name = {table.name: table for table in tables}
+        self._options = AsyncOptions()
+        self._sums_losses = setup.config.loss_reduction == "sum"
+        self._own_cluster: OwnCluster | None = None
+        self._servers: ParameterServers | None = None
+        self._reader: RowReader | None = None
+        self._partitions: dict[str, tuple[int, ...]] = {}
+        """Table -> its buckets' partitions, by the buckets' numbers."""
+        self._here = RowSums(tables)
+        self._stale = False
+        """Rows were looked up in this step that lack something of the last one: it must not count."""
+        self._next_key = 0
+        """Of the next step that pushes; 0: no step has."""
+        self._versions: dict[int, int] = {}
+        """Partition -> the version that it has when all that counts was pushed."""
+        self._found: dict[int, int] = {}
+        """Those of them that this rank has found on a server, and that the ranks have not agreed on yet."""
+        self._may_differ = False
+        """The state is another rank's or a checkpoint's, and no step was taken since: rows may be of another time."""
+        self._staged: _Step | None = None
+        """The step in progress, when it is summed."""
+        self._pending: _Step | None = None
+        """The last step committed, until all partitions are known to have it."""
+        self._clock = 0
+        self._early: Mapping[str, Any] | None = None
+        """A state that came before the servers did."""
+
+    # ----------------------------------------------------------------------------------------------------------- StepTables
+
+    def connect(self) -> None:
+        """See `StepTables`."""
+        unused = nn.Parameter(torch.zeros(0))
+        atexit.register(self._close)
+        self._own.on_close(self._close)
+        try:
+            job, self._own_cluster = open_job(self._own, SynchronousJob)
+            shard_map = job.declare(table_specs(self._tables))
+            # Servers want an optimizer of dense tensors, of which there are none; each table has its own.
+            schedule = ServerOptimizer(torch.optim.SGD([unused], lr=1.0), {id(unused): ""})
+            self._servers = ParameterServers(job, shard_map, (), schedule, self._options, self._own.metrics)
+            self._revision = schedule.look()
+            self._servers.configure()
+            self._reader = RowReader(job, shard_map, patience=self._options.server_timeout)
+            self._partitions = buckets_of_tables(shard_map, self._tables)
+            for table in self._tables:
+                table.come_from(_Rows(self, self._partitions[table.name], table.embedding_dim))
+            job.takes_steps = True
+        except StopTraining as stop:
+            self._close()
+            self._own.give_up_step(stop)
+            raise
+        except BaseException:
+            self._close()
+            raise
+        if self._early is not None:
+            self.restore(self._early)
+
+    def step_begins(self) -> None:
+        """See `StepTables`."""
+        self._forget()
+        self.deliver()
+
+    def micro_batch_ends(self, weight: float) -> None:
+        """See `StepTables`."""
+        self._here.take((1.0 if self._sums_losses else weight) if weight else 0.0, weight=weight)
+
+    def reduce(self) -> None:
+        """See `StepTables`."""
+        step, group = self._session.step, self._session.group
+        if self._staged is not None or step is None or step.share is None:
+            return
+        if not step.in_micro_batches:
+            share = step.share
+            mean = share.weight / share.total_weight if share.total_weight else 0.0
+            self._here.take(float(mean > 0) if self._sums_losses else mean)
+        self._see_all()
+        told = {"found": {str(each): version for each, version in self._found.items()}, "key": self._next_key, "stale": self._stale}
+        with LosingStep(self._session) as exchanging:
+            if group is None and self._session.elastic:
+                raise MembershipChanged("there is no group")
+            payload = self._here.dump(told)
+            payloads = group.exchange(payload) if group is not None else [payload]
+            failpoint("tables.summed")
+            staged = self._combined([load_tensors(each) for each in payloads], in_micro_batches=step.in_micro_batches)
+        if not exchanging.failed:
+            self._staged = staged
+
+    def commit(self) -> None:
+        """See `StepTables`."""
+        staged, self._staged = self._staged, None
+        self._forget()
+        if staged is None:
+            return
+        self._next_key = staged.key + 1
+        if not staged.pushes:
+            return
+        self._versions.update({each: self._versions[each] + 1 for each in staged.pushes})
+        self._pending = staged
+        group = self._session.group
+        try:
+            if group is not None:
+                group.meet()
+        except MembershipChanged as error:
+            _log.info("not all ranks are known to have committed the step; the next generation tells: %s", error)
+        else:
+            staged.known_to_all = True
+        failpoint("tables.met")
+
+    def discard(self) -> None:
+        """See `StepTables`."""
+        self._staged = None
+        self._forget()
+
+    def deliver(self) -> None:
+        """See `StepTables`."""
+        pending = self._pending
+        if pending is None or pending.delivered or not self._may_push(pending):
+            return
+        # Where the meeting failed a rank is gone perhaps, and with it its share.
+        ranks, rank = (self._session.world_size, self._session.rank) if pending.known_to_all else (1, 0)
+        self._push(pending, [each for place, each in enumerate(sorted(pending.pushes)) if place % ranks == rank])
+        pending.delivered = True
+
+    def drop_gradients(self) -> None:
+        """See `StepTables`."""
+        for table in self._tables:
+            table.drop_gradients()
+
+    def capture(self) -> dict[str, Any]:
+        """See `StepTables`."""
+        if not self._versions:
+            return {}
+        pending = None
+        if self._pending is not None:
+            rows = {
+                name: {"ids": torch.from_numpy(each.ids), "values": torch.from_numpy(each.values)}
+                for name, each in self._pending.gradients.items()
+            }
+            pending = {"key": self._pending.key, "rows": rows}
+        return {"next_key": self._next_key, "versions": {str(each): number for each, number in self._versions.items()}, "pending": pending}
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """See `StepTables`."""
+        if self._servers is None:
+            self._early = state
+            return
+        self._forget()
+        self._staged = self._pending = None
+        self._versions = {int(each): number for each, number in state["versions"].items()} if state else {}
+        self._found = dict(self._versions)
+        self._may_differ = True
+        if not state:
+            return
+        self._next_key = max(self._next_key, state["next_key"])
+        if state["pending"] is not None:
+            gradients = {
+                name: RowGradients(ids=rows["ids"].numpy(), values=rows["values"].numpy(), versions={})
+                for name, rows in state["pending"]["rows"].items()
+            }
+            self._pending = self._step(state["pending"]["key"], gradients, steps_back=1)
+            self._pending.known_to_all = True
+
+    # ------------------------------------------------------------------------------------------------------------- lookups
+
+    def look_up(self, partitions: Sequence[int], dim: int, ids: Ids) -> LookedUp:
+        """The rows with these ids, each named once, as the last step has left them. Raises as `RowReader.read`, and PreconditionError
+        (TABLE_AHEAD): somebody else trains them."""
+        waits = _SHORTEST_WAIT_S
+        since = time.monotonic()
+        while True:
+            found = self._require_reader().read(partitions, dim, ids)
+            if self._session.is_joining or self._is_void:
+                return found  # of what is computed with them nothing counts
+            pending = self._pending
+            behind = {each for each in partitions if found.versions[each] < self._versions.get(each, 0)}
+            if not behind or pending is None:
+                self._note(found.versions)
+                return found
+            if not self._may_push(pending):
+                self._stale = True
+                return found
+            if not pending.unseen & behind:
+                self._note(found.versions)  # it was there, and is not any more
+                return found
+            if time.monotonic() - since > _PATIENCE_S:
+                _log.info("pushing rows that another rank has not pushed within %.0f s", _PATIENCE_S)
+                self._push(pending, sorted(pending.unseen))
+            time.sleep(waits)
+            waits = min(2 * waits, _LONGEST_WAIT_S)
+
+    def _note(self, versions: Mapping[int, int]) -> None:
+        """These partitions were found so, and nothing that is known is missing in them."""
+        for partition_id, version in versions.items():
+            expected = self._versions.get(partition_id)
+            if version == expected:
+                continue
+            if expected is not None:
+                self._differs(partition_id, version, expected)
+            self._versions[partition_id] = self._found[partition_id] = version
+        self._saw(versions)
+
+    def _differs(self, partition_id: int, version: int, expected: int) -> None:
+        table = next(name for name, partitions in self._partitions.items() if partition_id in partitions)
+        if version < expected:
+            _log.warning(
+                "sparse table %r: bucket %d has %d pushes, and %d were made: its server has lost its data, or the checkpoint is of another "
+                "server; training goes on from the rows that there are. With a data directory of its own a server loses none",
+                *(table, partition_id, version - 1, expected - 1),
+            )
+            self._own.metrics.pushes_lost.inc(expected - version)
+        elif self._may_differ:
+            _log.warning(
+                "sparse table %r: bucket %d has had %d pushes since the checkpoint that was loaded; its rows stay as they are now, and what "
+                "the steps since then have changed in them stays",
+                *(table, partition_id, version - expected),
+            )
+        else:
+            raise PreconditionError(
+                f"sparse table {table!r}: bucket {partition_id} has {version - 1} pushes, and the ranks of this job have made "
+                f"{expected - 1}: somebody else trains it; a table belongs to one job with one strategy",
+                reason="TABLE_AHEAD",
+            )
+
+    def _saw(self, partitions: Iterable[int]) -> None:
+        """All that counts is in these partitions."""
+        if self._pending is None:
+            return
+        self._pending.unseen.difference_update(partitions)
+        if not self._pending.unseen:
+            self._require_servers().finished(self._pending.key)
+            self._pending = None
+
+    def _see_all(self) -> None:
+        """Returns when all partitions have the last step, or when the step in progress must not count."""
+        for table in self._tables:
+            if self._pending is not None and self._pending.unseen.intersection(self._partitions[table.name]):
+                self.look_up(self._partitions[table.name], table.embedding_dim, np.empty(0, dtype=np.int64))
+
+    # --------------------------------------------------------------------------------------------------------------- steps
+
+    def _combined(self, told: Sequence[tuple[dict[str, torch.Tensor], dict[str, Any]]], *, in_micro_batches: bool) -> _Step:
+        """What the step pushes, from what all ranks have told; the same on all of them.
+
+        Raises:
+            MembershipChanged: the ranks have looked up rows of different times; the step must be done again.
+            InvalidRequestError, LimitError: as `StepTables.reduce`.
+        """
+        metadata = [each for _, each in told]
+        if any(each["stale"] for each in metadata):
+            raise MembershipChanged("a rank has looked up rows before all of the last step were pushed")
+        self._agree([{int(number): version for number, version in each["found"].items()} for each in metadata])
+        key = max(1, *(each["key"] for each in metadata))
+        generation = self._generation
+        if any(each["found"] for each in metadata):
+            key = max(key, generation * _KEYS_OF_A_GENERATION + 1)
+        self._found, self._may_differ = {}, False
+        weight = sum(each["weight"] for each in metadata)
+        divisor = weight if in_micro_batches and weight and not self._sums_losses else 1.0
+        gradients: dict[str, RowGradients] = {}
+        for name in self._by_name:
+            parts = [(each[f"{name}/ids"].numpy(), each[f"{name}/sums"].numpy()) for each, _ in told if f"{name}/ids" in each]
+            if parts:
+                ids, sums = _summed(parts)
+                gradients[name] = RowGradients(ids=ids, values=(sums / divisor).astype(np.float32), versions={})
+        return self._step(key, gradients)
+
+    def _agree(self, found: Sequence[Mapping[int, int]]) -> None:
+        """Takes over what ranks have found that others have not looked at."""
+        known = dict(self._versions)
+        for versions in found:
+            for partition_id, version in versions.items():
+                known[partition_id] = max(version, known.get(partition_id, 0))
+        differing = [each for each in known if any(versions.get(each, known[each]) != known[each] for versions in (*found, self._versions))]
+        self._versions = known
+        if differing:
+            self._found = {**self._found, **{each: known[each] for each in differing}}
+            raise MembershipChanged(f"ranks have found buckets {differing[:5]} of sparse tables at different versions")
+
+    def _step(self, key: int, gradients: Mapping[str, RowGradients], *, steps_back: int = 0) -> _Step:
+        """`steps_back`: before the last step committed."""
+        pushes: dict[int, PushedRows] = {}
+        for name, each in gradients.items():
+            partitions = self._partitions[name]
+            versions = {partition_id: self._versions[partition_id] - steps_back for partition_id in partitions}
+            pushes |= pushed_rows(self._by_name[name], partitions, RowGradients(ids=each.ids, values=each.values, versions=versions))
+        return _Step(key=key, gradients=gradients, pushes=pushes, generation=self._generation)
+
+    def _may_push(self, step: _Step) -> bool:
+        """No rank will redo it."""
+        return step.known_to_all or not self._session.elastic or self._generation != step.generation
+
+    def _push(self, step: _Step, partitions: Sequence[int]) -> None:
+        rows = {each: step.pushes[each] for each in partitions if each in step.unseen}
+        if not rows:
+            return
+        self._clock += 1
+        iteration = Iteration(
+            clock=self._clock, revision=self._revision, gradients={}, pull=False, batch=step.key, in_part=True, rows=rows
+        )
+        try:
+            self._require_servers().exchange(iteration)
+        except StopTraining as stop:
+            _log.warning("rows of the last step were not pushed, since the job was stopped meanwhile: %s", stop)
+            return
+        failpoint("tables.pushed")
+        self._saw(rows)
+
+    def _forget(self) -> None:
+        """Of the step in progress nothing is left."""
+        self.drop_gradients()
+        self._here.clear()
+        self._stale = False
+
+    @property
+    def _is_void(self) -> bool:
+        step = self._session.step
+        return step is not None and step.lost is not None
+
+    @property
+    def _generation(self) -> int:
+        group = self._session.group
+        return group.generation.number if group is not None else 0
+
+    def _close(self) -> None:
+        """Idempotent."""
+        atexit.unregister(self._close)
+        if self._pending is not None and not self._pending.delivered:
+            _log.warning("rows of the last step were not pushed: it is not known whether all ranks have committed it")
+        self._pending = None
+        if self._reader is not None:
+            self._reader.close()
+        if self._servers is not None:
+            self._servers.close()
+        if self._own_cluster is not None:
+            self._own_cluster.close()
+            self._own_cluster = None
+
+    def _require_reader(self) -> RowReader:
+        assert self._reader is not None
+        return self._reader
+
+    def _require_servers(self) -> ParameterServers:
+        assert self._servers is not None
+        return self._servers
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """One table's. A `RowSource`."""
+
+    tables: ServerStepTables
+    partitions: tuple[int, ...]
+    dim: int
+
+    def look_up(self, ids: Ids) -> LookedUp:
+        """See `RowSource`. Raises as `ServerStepTables.look_up`."""
+        return self.tables.look_up(self.partitions, self.dim, ids)
+
+    def prefetch(self, ids: Ids) -> None:
+        """Nothing: the rows of the next batch are not there before this step's are pushed."""
+
+
+def step_tables(setup: Setup) -> ServerStepTables | None:
+    """The model's sparse tables; None: it has none. Raises as `ServerStepTables`."""
+    tables = tables_of(setup.module)
+    return ServerStepTables(setup, tables) if tables else None

@@ -110,6 +110,7 @@ class CoordinatorClient:
         sequence: int = 0,
         keep: bool = False,
         returned: Iterable[int] = (),
+        batch_ms: int = 0,
         deadline: timedelta | None = None,
     ) -> pb.LeaseBatchesResponse:
         """Not repeated by gRPC. After an UnavailableError repeat it with the same `sequence`; without one, leases may have been given that
@@ -125,6 +126,7 @@ class CoordinatorClient:
             sequence=sequence,
             keep=keep,
             returned=returned,
+            batch_ms=batch_ms,
         )
         return self._caller.unary("LeaseBatches", request, pb.LeaseBatchesResponse, deadline)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -38,6 +39,8 @@ class Epoch:
     """Member id -> batches it has not acknowledged yet; never empty ones. No batch is in two, or in `returned` too."""
     answers: Mapping[str, Answer] = field(default_factory=dict)
     """Member id -> the answer to its last numbered request."""
+    batch_ms: Mapping[str, int] = field(default_factory=dict)
+    """Member id -> how long it takes for a batch; without those that have not said."""
 
     @property
     def is_done(self) -> bool:
@@ -65,6 +68,9 @@ class Ledger:
         self._returned = list(epoch.returned)
         self._leased = dict(epoch.leased)
         self._answers = dict(epoch.answers)
+        self._batch_ms = dict(epoch.batch_ms)
+        self._speed = sum(1 / each for each in self._batch_ms.values())
+        """Batches in a millisecond, of all that have said how long they take for one."""
 
     def repeated(self, member_id: str, sequence: int) -> Answer | None:
         """The answer that a request numbered `sequence` has had already; of a later request, if it is older than that."""
@@ -81,14 +87,23 @@ class Ledger:
         else:
             self._leased.pop(member_id, None)
 
+    def keeps_pace(self, member_id: str, batch_ms: int) -> None:
+        """Notes how long a member takes for a batch; 0: it does not say."""
+        if batch_ms:
+            self._forget_pace(member_id)
+            self._batch_ms[member_id] = batch_ms
+            self._speed += 1 / batch_ms
+
     def lease(self, member_id: str, want: int, sequence: int, *, members: int) -> tuple[int, ...]:
         """Leases up to `want` batches, returned ones first, and remembers the answer if the request is numbered (sequence above 0).
 
-        With them the member has no more than one of `members` shares of half of what is free, or one batch: who comes later finds some, and
-        nobody waits long for the last ones.
+        With them the member has no more than its share, of `members` that there are and by their paces, of half of what is free, or one
+        batch: who comes later finds some, and nobody waits long for the last ones (guided self-scheduling; Polychronopoulos and Kuck, IEEE
+        Transactions on Computers, 1987).
         """
         free, held = len(self._returned) + self.batches - self._dealt, len(self._leased.get(member_id, ()))
-        want = min(want, max(-(-free // (2 * members)) - held, 0 if held else 1), free)
+        most = math.ceil(free * self._share(member_id, members) / 2)
+        want = min(want, max(most - held, 0 if held else 1), free)
         batches = [heapq.heappop(self._returned) for _ in range(min(want, len(self._returned)))]
         fresh = min(want - len(batches), self.batches - self._dealt)
         batches.extend(range(self._dealt, self._dealt + fresh))
@@ -99,6 +114,17 @@ class Ledger:
         if sequence:
             self._answers[member_id] = Answer(sequence=sequence, batches=tuple(batches))
         return tuple(batches)
+
+    def _share(self, member_id: str, members: int) -> float:
+        """The part of all members' work in a time that is this one's. Those that have not said how fast they are count as fast as it."""
+        if member_id not in self._batch_ms:
+            return 1 / max(1, members)
+        speed = 1 / self._batch_ms[member_id]
+        return speed / (self._speed + speed * max(0, members - len(self._batch_ms)))
+
+    def _forget_pace(self, member_id: str) -> None:
+        if member_id in self._batch_ms:
+            self._speed -= 1 / self._batch_ms.pop(member_id)
 
     def take_back(self, member_id: str, batches: Iterable[int] | None = None) -> int:
         """What a member holds of these is to be dealt again, or with None all that it holds; returns how many batches there were."""
@@ -115,12 +141,13 @@ class Ledger:
     def give_back(self, member_id: str) -> int:
         """Takes the leases of a member that is gone, and forgets its requests; returns how many leases there were."""
         self._answers.pop(member_id, None)
+        self._forget_pace(member_id)
         self.changed = True
         return self.take_back(member_id)
 
     def holds_of(self, member_id: str) -> bool:
         """There is something of this member to give back."""
-        return member_id in self._leased or member_id in self._answers
+        return member_id in self._leased or member_id in self._answers or member_id in self._batch_ms
 
     def close(self) -> Epoch:
         """The frozen value after this transition."""
@@ -131,6 +158,7 @@ class Ledger:
             returned=tuple(sorted(self._returned)),
             leased=self._leased,
             answers=self._answers,
+            batch_ms=self._batch_ms,
         )
 
     @property

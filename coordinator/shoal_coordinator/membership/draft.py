@@ -217,7 +217,9 @@ class Draft:
     def open_epoch(self, loader: str, epoch: int, batches: int) -> None:
         """Begins an epoch; the oldest ones above Policy.epochs_kept are dropped."""
         first_key = first_key_of(self.spec.job_id, loader, epoch, self.now.unix_ms)
-        self._ledgers[loader, epoch] = Ledger(Epoch(batches=batches, first_key=first_key))
+        before = self.epochs_of(loader)
+        batch_ms = self.ledger(loader, max(before)).close().batch_ms if before else {}
+        self._ledgers[loader, epoch] = Ledger(Epoch(batches=batches, first_key=first_key, batch_ms=batch_ms))
         self._ledgers[loader, epoch].changed = True
         for oldest in sorted(self.epochs_of(loader))[: -self.policy.epochs_kept]:
             self._ledgers.pop((loader, oldest), None)
@@ -226,7 +228,8 @@ class Draft:
     def _ledgers_holding(self, member_id: str) -> list[Ledger]:
         for name, loader in self._before.loaders.items():
             for epoch, kept in loader.epochs.items():
-                if (member_id in kept.leased or member_id in kept.answers) and (name, epoch) not in self._dropped_epochs:
+                known = any(member_id in each for each in (kept.leased, kept.answers, kept.batch_ms))
+                if known and (name, epoch) not in self._dropped_epochs:
                     self.ledger(name, epoch)
         return [ledger for ledger in self._ledgers.values() if ledger.holds_of(member_id)]
 

@@ -196,6 +196,8 @@ class BatchesLeased:
     """The member goes on with what it has leased although `want` is 0; without it such a request gives all of that back."""
     returned: tuple[int, ...] = ()
     """Batches that were leased to the member and that it has not trained on: they are dealt again."""
+    batch_ms: int = 0
+    """How long the member takes for a batch; 0: not known."""
 
 
 Event = (

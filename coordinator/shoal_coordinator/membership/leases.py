@@ -51,6 +51,7 @@ def batches_leased(draft: Draft, event: BatchesLeased) -> Leased:
         raise InvalidRequestError(f"sequence={event.sequence}: member {event.member_id} has sent {repeated.sequence} before")
     ledger.finish(event.member_id, event.finished)
     members = 1 if draft.generation is None else max(1, len(draft.generation.ranks))
+    ledger.keeps_pace(event.member_id, event.batch_ms)
     if repeated is None:  # what was returned may have been leased to this member again, in the answer that was lost
         ledger.take_back(event.member_id, event.returned if event.want or event.keep else None)
     batches = repeated.batches if repeated is not None else ledger.lease(event.member_id, event.want, event.sequence, members=members)
@@ -60,7 +61,7 @@ def batches_leased(draft: Draft, event: BatchesLeased) -> Leased:
     return Leased(
         batches=batches,
         epoch_done=done,
-        retry_after_ms=draft.policy.batches_retry_after_ms if wait else 0,
+        retry_after_ms=draft.policy.batches_retry_after_ms + members if wait else 0,
         newest_epoch=newest,
         first_key=ledger.first_key,
     )

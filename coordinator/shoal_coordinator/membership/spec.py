@@ -110,5 +110,5 @@ class Policy:
     longest_move_retry_ms: int = 60_000
     most_drained: int = 100
     """Drained servers that are remembered, oldest forgotten first."""
-    batches_retry_after_ms: int = 100
-    """When to ask again, if all free batches are leased to others."""
+    batches_retry_after_ms: int = 20
+    """When to ask again, if all free batches are leased to others; a millisecond later for each member, so that many do not ask often."""

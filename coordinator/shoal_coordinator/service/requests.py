@@ -38,6 +38,7 @@ _MOST_TENSORS: Final = 100_000
 _MOST_DIMENSIONS: Final = 64
 _MOST_WANTED: Final = 1024
 _MOST_FINISHED: Final = 65_536
+_LONGEST_BATCH_MS: Final = 86_400_000
 _LEAVE_REASONS: Final = {
     pb.Leave.REASON_DRAINED: LeaveReason.DRAINED,
     pb.Leave.REASON_FINISHED: LeaveReason.FINISHED,
@@ -249,6 +250,7 @@ def parse_lease(message: pb.LeaseBatchesRequest) -> BatchesLeased:
         sequence=number("sequence", message.sequence),
         keep=message.keep,
         returned=tuple(number("returned", batch, high=max(0, batches_in_epoch - 1)) for batch in message.returned),
+        batch_ms=number("batch_ms", message.batch_ms, high=_LONGEST_BATCH_MS),
     )
 
 

@@ -163,6 +163,7 @@ def _epoch(epoch: Epoch) -> dict[str, Any]:
         "returned": _runs(epoch.returned),
         "leased": {member_id: _runs(batches) for member_id, batches in epoch.leased.items()},
         "answers": {member_id: [answer.sequence, _runs(answer.batches)] for member_id, answer in epoch.answers.items()},
+        "batch_ms": dict(epoch.batch_ms),
     }
 
 
@@ -282,4 +283,5 @@ def _parse_epoch(value: Any) -> Epoch:
             member_id: Answer(sequence=sequence, batches=_parse_runs(batches))
             for member_id, (sequence, batches) in value["answers"].items()
         },
+        batch_ms=value.get("batch_ms", {}),
     )

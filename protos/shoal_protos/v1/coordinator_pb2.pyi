@@ -733,7 +733,7 @@ class Piece(_message.Message):
     def __init__(self, tensor_index: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class LeaseBatchesRequest(_message.Message):
-    __slots__ = ("job_id", "member_id", "loader", "epoch", "batches_in_epoch", "want", "finished", "sequence", "keep", "returned")
+    __slots__ = ("job_id", "member_id", "loader", "epoch", "batches_in_epoch", "want", "finished", "sequence", "keep", "returned", "batch_ms")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     LOADER_FIELD_NUMBER: _ClassVar[int]
@@ -744,6 +744,7 @@ class LeaseBatchesRequest(_message.Message):
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     KEEP_FIELD_NUMBER: _ClassVar[int]
     RETURNED_FIELD_NUMBER: _ClassVar[int]
+    BATCH_MS_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     member_id: str
     loader: str
@@ -754,7 +755,8 @@ class LeaseBatchesRequest(_message.Message):
     sequence: int
     keep: bool
     returned: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., loader: _Optional[str] = ..., epoch: _Optional[int] = ..., batches_in_epoch: _Optional[int] = ..., want: _Optional[int] = ..., finished: _Optional[_Iterable[int]] = ..., sequence: _Optional[int] = ..., keep: _Optional[bool] = ..., returned: _Optional[_Iterable[int]] = ...) -> None: ...
+    batch_ms: int
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., loader: _Optional[str] = ..., epoch: _Optional[int] = ..., batches_in_epoch: _Optional[int] = ..., want: _Optional[int] = ..., finished: _Optional[_Iterable[int]] = ..., sequence: _Optional[int] = ..., keep: _Optional[bool] = ..., returned: _Optional[_Iterable[int]] = ..., batch_ms: _Optional[int] = ...) -> None: ...
 
 class LeaseBatchesResponse(_message.Message):
     __slots__ = ("batches", "epoch_done", "retry_after_ms", "newest_epoch", "first_key")

@@ -20,9 +20,8 @@ from tests.zygote.children import Zygote, eventually
 
 Make = Callable[..., AsyncCluster]
 
-BATCHES = SAMPLES // 8
 FAR_AHEAD = {"lease_ahead_s": 600}
-"""Nothing is acknowledged but with the next block."""
+"""Nothing is acknowledged but with a request for more, when half of a block is left."""
 
 
 def versions(running: AsyncCluster) -> set[int]:
@@ -49,17 +48,17 @@ def test_a_worker_that_dies_with_many_batches_unacknowledged_has_none_applied_tw
     """Also with a server that is killed and recovers before they are dealt again."""
     running = cluster(together=2)
     options = FAR_AHEAD | ({"consistency": "ssp", "staleness_bound": 30} if consistency == "ssp" else {})
-    victim = running.start_worker(epochs=2, hold_at=[12], options=options)
-    other = running.start_worker(epochs=2, hold_at=[1], options=options)
-    victim.wait_step(12)
+    victim = running.start_worker(epochs=2, batch_size=1, hold_at=[20], options=options)
+    other = running.start_worker(epochs=2, batch_size=1, hold_at=[1], options=options)
+    victim.wait_step(20)
     other.wait_step(1)
     running.servers[0].process.kill()
     running.servers[0].process.wait()
     running.servers[0].start()
     victim.process.kill()
     other.go(1)
-    assert other.result()["steps"] > 2 * BATCHES - 12, "batches that were pushed and not acknowledged come again"
-    assert versions(running) == {1 + 2 * BATCHES}
+    assert other.result()["steps"] > 2 * SAMPLES - 10, "batches that were pushed and not acknowledged come again"
+    assert versions(running) == {1 + 2 * SAMPLES}
     assert audit(running.records).exactly_once
 
 

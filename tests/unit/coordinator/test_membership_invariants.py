@@ -154,8 +154,9 @@ class Membership(RuleBasedStateMachine):
         want=st.integers(min_value=0, max_value=4),
         finished=st.lists(st.integers(min_value=0, max_value=7), max_size=4),
         sequence=st.integers(min_value=0, max_value=3),
+        batch_ms=st.sampled_from([0, 1, 50, 86_400_000]),
     )
-    def lease(self, name: str, loader: str, epoch: int, want: int, finished: list[int], sequence: int) -> None:
+    def lease(self, name: str, loader: str, epoch: int, want: int, finished: list[int], sequence: int, batch_ms: int) -> None:
         self.happen(
             BatchesLeased(
                 member_id=name,
@@ -165,6 +166,7 @@ class Membership(RuleBasedStateMachine):
                 want=want,
                 finished=tuple(finished),
                 sequence=sequence,
+                batch_ms=batch_ms,
             )
         )
 

@@ -286,7 +286,9 @@ class Story:
         specs = tuple(TensorSpec(name=name, shape=(int(size),), dtype="float32", frozen=name.isupper()) for name, size in tensors.items())
         self.happen(TensorsDeclared(tensors=specs))
 
-    def lease(self, member: str, *, want: str, of: str, epoch: str = "0", finished: str = "", sequence: str = "0") -> None:
+    def lease(
+        self, member: str, *, want: str, of: str, epoch: str = "0", finished: str = "", sequence: str = "0", takes_ms: str = "0"
+    ) -> None:
         self.happen(
             BatchesLeased(
                 member_id=member,
@@ -296,6 +298,7 @@ class Story:
                 want=int(want),
                 finished=tuple(int(batch) for batch in finished.split(",") if batch),
                 sequence=int(sequence),
+                batch_ms=int(takes_ms),
             )
         )
 

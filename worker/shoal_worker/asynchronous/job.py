@@ -143,6 +143,7 @@ class Job:
         finished: Sequence[int] = (),
         returned: Sequence[int] = (),
         sequence: int = 0,
+        batch_ms: int = 0,
     ) -> pb.LeaseBatchesResponse:
         """Leases batches, acknowledges finished ones and gives others back, once. Raises what the coordinator refuses, and UnavailableError
         or DeadlineError where it cannot be reached."""
@@ -157,6 +158,7 @@ class Job:
             sequence=sequence,
             keep=True,
             returned=returned,
+            batch_ms=batch_ms,
         )
 
     def server_channel(self, address: str) -> ChannelSettings:

@@ -7,6 +7,7 @@ needs no answer of the coordinator's, and training goes on for about that long w
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import defaultdict, deque
@@ -95,8 +96,9 @@ class _Block:
     finished_at: float = 0.0
     pace_s: float = 0.0
     """Seconds from one finished batch to the next, averaged; 0: not known."""
-    dry_until: float = 0.0
-    """The coordinator had none for this worker, and is not asked before then unless the training thread waits."""
+    asks_below: int = 1
+    """With fewer batches leased ahead the coordinator is asked for more: half of what there was after its last answer. 0: it has none, and
+    is not asked before another batch is finished, unless the training thread waits."""
     answer: pb.LeaseBatchesResponse | None = None
     """The coordinator's last answer."""
     failure: Exception | None = None
@@ -116,6 +118,7 @@ class _Request:
     returned: tuple[int, ...]
     sequence: int
     waited_for: bool
+    batch_ms: int
 
 
 class CoordinatorLeases:
@@ -158,7 +161,7 @@ class CoordinatorLeases:
                 raise _taken(block)
             if not block.leased:
                 if block.out:  # enough for this step
-                    block.dry_until = 0.0
+                    block.asks_below = 1
                     self._changed.notify_all()
                     return _NOTHING
                 block.wanted = want
@@ -278,13 +281,13 @@ class CoordinatorLeases:
                 # It evaluates within its loop, say: the others need not wait for what it has leased ahead.
                 block.returned += block.leased
                 block.leased.clear()
-                block.dry_until = float("inf")
+                block.asks_below = 0
             if enough and len(block.leased) > 2 * enough + _SPARED and not block.loop_left:
                 # This worker has become slower: the others have more of it.
                 block.returned += [block.leased.pop() for _ in range(len(block.leased) - enough)]
             missing = min(max(enough - len(block.leased), 0), _MOST_WANTED)
             late = bool(block.finished) and self._ahead_s > 0 and now - block.unsaid_since > self._ahead_s / _ACKNOWLEDGED_AFTER
-            runs_out = not block.loop_left and 2 * missing > enough and now >= block.dry_until
+            runs_out = not block.loop_left and 2 * missing > enough and len(block.leased) < block.asks_below
             want = max(block.wanted, missing) if block.wanted else missing if runs_out else 0
             if want or block.returned or late or (block.loop_left and block.finished):
                 self._numbered += 1
@@ -295,6 +298,7 @@ class CoordinatorLeases:
                     returned=tuple(block.returned),
                     sequence=self._numbered,
                     waited_for=bool(block.wanted),
+                    batch_ms=math.ceil(1000 * block.pace_s),
                 )
         return None
 
@@ -318,6 +322,7 @@ class CoordinatorLeases:
                     finished=request.finished,
                     returned=request.returned,
                     sequence=request.sequence,
+                    batch_ms=request.batch_ms,
                 )
             except (UnavailableError, DeadlineError) as error:
                 if error.reason == "CLIENT_CLOSED":
@@ -350,8 +355,7 @@ class CoordinatorLeases:
         (block.returned if block.loop_left else block.leased).extend(answer.batches)
         if answer.batches and (block.wanted or request.waited_for):
             block.finished_at = time.monotonic()  # it did not stand still, but waited for these; nor is the wait part of a step
-        if request.want and not answer.batches:
-            block.dry_until = time.monotonic() + self._ahead_s / _ACKNOWLEDGED_AFTER
+        block.asks_below = len(block.leased) // 2 + 1 if block.leased else 0
         if request.waited_for:
             block.wanted = 0
         block.first_key = answer.first_key or block.first_key
@@ -373,7 +377,7 @@ def _finish(block: _Block, finished: Sequence[int]) -> None:
         if not block.finished:
             block.unsaid_since = now
         block.finished.append(batch)
-        block.dry_until = 0.0 if block.dry_until == float("inf") else block.dry_until
+        block.asks_below = max(1, block.asks_below)
         taken_s = now - block.finished_at
         block.pace_s = taken_s if not block.pace_s else block.pace_s + (taken_s - block.pace_s) / 4
         block.finished_at = now

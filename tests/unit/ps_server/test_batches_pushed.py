@@ -31,6 +31,16 @@ def test_batches_in_a_row_grow_together_whoever_has_finished_them() -> None:
     assert Batches(batches.runs()).runs() == batches.runs()
 
 
+def test_runs_of_batches_of_two_servers_become_one() -> None:
+    batches = Batches([(10, 20), (30, 40), (60, 61)])
+    batches.add_runs([(20, 25), (35, 50), (5, 6), (12, 13), (1, 3)])
+    assert sorted(batches.runs()) == [(1, 3), (5, 6), (10, 25), (30, 50), (60, 61)]
+    assert 24 in batches
+    assert 25 not in batches
+    batches.add([25, 4])
+    assert sorted(batches.runs()) == [(1, 3), (4, 6), (10, 26), (30, 50), (60, 61)]
+
+
 def test_the_oldest_runs_are_forgotten(monkeypatch) -> None:
     monkeypatch.setattr("shoal_ps_server.shard.batches.MOST_RUNS", 3)
     batches = Batches()

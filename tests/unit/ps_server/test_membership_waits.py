@@ -204,3 +204,34 @@ def test_pushes_that_wait_when_the_server_stops_are_told_to_try_again() -> None:
         assert caught.value.reason == "SERVER_STOPPING"
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("mode", [ConsistencyMode.SSP, ConsistencyMode.BSP])
+def test_who_waits_for_others_is_told_when_its_partition_leaves(make, mode) -> None:
+    async def test() -> None:
+        membership = Membership(fence=Fence(), clocks=Clocks())
+        membership.consistency = Consistency(mode=mode)
+        membership.learn(1, "ab")
+        shard = make.shard(make.spec(0), make.spec(1, offset=6))
+        membership.finished("a", 0)
+        membership.finished("a", 5)
+
+        def check() -> None:
+            shard.check_open(make.spec(1))
+
+        waiting = [asyncio.create_task(membership.proceed("a", 1, wait=timedelta(minutes=9), check=check))]
+        if mode is ConsistencyMode.BSP:
+            waiting.append(asyncio.create_task(membership.let_in("a", 1, 7, check=check)))
+        await asyncio.sleep(0)
+        shard.freeze({0})
+        membership.wake()
+        await asyncio.sleep(0.01)
+        assert not any(each.done() for each in waiting)
+        shard.freeze({1})
+        membership.wake()
+        for each in waiting:
+            with pytest.raises(UnavailableError) as caught:
+                await each
+            assert caught.value.reason == "PARTITION_MOVING"
+
+    asyncio.run(asyncio.wait_for(test(), 20))

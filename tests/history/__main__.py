@@ -8,7 +8,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from tests.history.campaign import MODES, Campaign
+from tests.history.campaign import Campaign
+from tests.history.modes import MODES
 from tests.history.verdict import Verdict
 from tests.zygote.children import Zygote
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.history.campaign import MODES, Campaign
+from tests.history.campaign import Campaign
+from tests.history.modes import MODES
 from tests.zygote.children import Zygote
 
 FAULTS = 8

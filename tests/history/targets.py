@@ -1,0 +1,76 @@
+"""What the faults of a campaign strike: a process with those that follow in its place, and the failpoints at which each kind may be killed.
+
+What is done to them, and when, is not here (faults.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.zygote.children import Child
+
+SERVER_FAILPOINTS = {
+    "journal.before_write": 100,
+    "journal.durable": 100,
+    "journal.effect_made": 200,
+    "journal.file_begun": 2,
+    "snapshot.written": 2,
+    "snapshot.renamed": 2,
+    "snapshot.spare_kept": 2,
+    "snapshot.journal_shortened": 2,
+    "pull.halfway": 200,
+    "recovery.begun": 1,
+    "recovery.record_made": 100,
+    "recovery.done": 1,
+}
+"""With the latest hit at which it is killed there."""
+BACKUP_FAILPOINTS = {
+    "backup.before_note": 2,
+    "backup.holds": 2,
+    "backup.cleared": 2,
+    "backup.copied": 2,
+    "backup.record_made": 100,
+    "backup.promoted": 1,
+}
+"""Of servers that are backups, or have some."""
+MOVE_FAILPOINTS = {
+    "move.frozen": 2,
+    "move.taken": 2,
+    "move.noted": 2,
+    "move.reported": 2,
+    "move.activated": 2,
+    "move.dropped": 2,
+}
+"""Of servers that get partitions of each other."""
+WORKER_FAILPOINTS = {"exchange.server_answered": 100, "exchange.done": 50}
+COORDINATOR_FAILPOINTS = {"decision.before_write": 30, "decision.written": 30}
+
+
+@dataclass(kw_only=True, eq=False)
+class Target:
+    """One process that faults strike, and those that follow it in its place."""
+
+    name: str
+    start: Callable[[str], Child]
+    """Starts one, with that for SHOAL_FAILPOINTS."""
+    failpoints: dict[str, int]
+    child: Child | None = None
+    """None: it is to be started again."""
+    armed: str = ""
+    """The failpoint at which this one kills itself."""
+    doomed: str = ""
+    """What ends it: the fault that was done to it."""
+    stopped: bool = False
+    leaves: bool = False
+    """It is to be drained: once it ends well, it comes back no more."""
+
+    @property
+    def undisturbed(self) -> bool:
+        """It runs, and nothing has been done to it."""
+        return self.child is not None and not self.child.ended.is_set() and not self.doomed and not self.stopped
+
+    @property
+    def kind(self) -> str:
+        """coordinator, server or worker."""
+        return self.name.partition("-")[0]

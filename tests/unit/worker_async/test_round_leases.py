@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from shoal_worker.asynchronous.leases import LocalLeases
-from shoal_worker.asynchronous.outer_steps import RoundLeases
+from shoal_worker.asynchronous.round_leases import RoundLeases
 
 
 def leases(*, steps: int = 3, batches: int = 7):

@@ -1,6 +1,7 @@
 """The engine of async_sgd: values come from the parameter servers, and each iteration pushes this worker's gradients to them.
 
 With inner steps an iteration is a round of them (`outer_steps.py`): the optimizer is this worker's, and the servers run the outer one.
+Here the parts come together, and answer the model, the optimizer and the session; each has a module of its own beside this one.
 
 What that means for training is told in `strategies/async_sgd.py`. All of it runs on the training thread.
 """
@@ -17,15 +18,19 @@ from typing import Any, ClassVar, cast
 
 import torch
 from shoal_common import codecs
-from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError, ShoalError
+from shoal_common.errors import ConfigurationError, PreconditionError, ShoalError
 from shoal_common.failpoints import failpoint
 from shoal_common.rpc.channel import ChannelSettings
 
-from shoal_worker.asynchronous.job import Handover, Job
+from shoal_worker.asynchronous.handover import Handover
+from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.leases import CoordinatorLeases, LeaseSource, LocalLeases
-from shoal_worker.asynchronous.options import AsyncOptions, Revision, ServerOptimizer, check_configuration
-from shoal_worker.asynchronous.outer_steps import Round, RoundLeases
+from shoal_worker.asynchronous.optimizers import Optimizers
+from shoal_worker.asynchronous.options import AsyncOptions, check_configuration
+from shoal_worker.asynchronous.outer_steps import OuterSteps
 from shoal_worker.asynchronous.own_cluster import OwnCluster
+from shoal_worker.asynchronous.participation import Participation
+from shoal_worker.asynchronous.round_leases import RoundLeases
 from shoal_worker.asynchronous.servers import ParameterServers
 from shoal_worker.asynchronous.tables import PushedRows, Tables
 from shoal_worker.asynchronous.tensors import HostTensor, Iteration, check_gradients, gradients
@@ -52,23 +57,17 @@ class AsyncEngine(Engine):
         """The session itself: its membership, its metrics and its end are this engine's business as well."""
         self._async_options = AsyncOptions(**self._options)
         self._servers: ParameterServers | None = None
-        self._schedule: ServerOptimizer | None = None
+        self._participation: Participation | None = None
+        self._optimizers: Optimizers | None = None
         self._leases: LeaseSource = LocalLeases()
-        self._round: Round | None = None
-        """With inner steps; and the leases, which are of rounds then."""
-        self._round_leases: RoundLeases | None = None
-        self._pushed_to: torch.optim.Optimizer | None = None
-        """The optimizer that the servers run: the outer one, or the user's."""
+        self._outer: OuterSteps | None = None
+        """With inner steps; the leases are of rounds then."""
         self._job: Job | None = None
         self._own_cluster: OwnCluster | None = None
         self._tensors: list[HostTensor] = []
         self._started = False
         self._clock = 0
         """Iterations finished, as the servers are told."""
-        self._rests = True
-        """Nobody waits for this worker (ssp, bsp): it has no batch. It enters when it gets one."""
-        self._rests_after_push = False
-        """Its loop is left, with a batch at hand."""
         self._handover: Handover | None = None
         self._joins_late = False
         """The job had begun when this worker came."""
@@ -102,34 +101,30 @@ class AsyncEngine(Engine):
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         self.optimizer = optimizer
         options = self._async_options
-        there = self._pushed_to = optimizer if options.outer_optimizer is None else options.outer_optimizer
-        check_same_parameters(optimizer, there, names)
-        argument = "optimizer" if options.outer_optimizer is None else "outer_optimizer"
-        self._schedule = ServerOptimizer(there, names, delay_compensation=options.delay_compensation, argument=argument)
-        groups = {id(p): number for number, group in enumerate(there.param_groups) for p in group["params"]}
+        optimizers = self._optimizers = Optimizers(optimizer, options, names)
+        groups = {id(p): number for number, group in enumerate(optimizers.on_servers.param_groups) for p in group["params"]}
         # Together with others, what has small gradients would have none of the largest values, and would be lost beside a block's scale.
         compressor = self.config.compressor
         apart = compressor is not None and compressor.codec not in (codecs.FLOAT16, codecs.BFLOAT16, codecs.POWERSGD)
         tensors = [HostTensor(name, p, trained=id(p) in groups, apart=apart) for name, p in self.module.named_parameters()]
         # Those of one parameter group lie side by side on the servers, which then step them at once.
         self._tensors = sorted(tensors, key=lambda tensor: groups.get(id(tensor.parameter), len(groups)))
-        if options.inner_steps:
-            self._round = Round([tensor for tensor in self._tensors if tensor.trained], steps=options.inner_steps)
         self._joins_late = self._session.is_joining
         self._session.attach(self)
         atexit.register(self._leave)
         self._own.on_close(self._leave)
         try:
-            job = self._open_job()
+            job = self._open_job(optimizers)
             if options.inner_steps:
-                self._leases = self._round_leases = RoundLeases(self._leases, steps=options.inner_steps)
+                self._outer = self._outer_steps(optimizers, steps=options.inner_steps)
             shard_map = job.declare([*(tensor.spec for tensor in self._tensors), *self._tables.specs()])
-            self._schedule.check_layout(shard_map)
+            optimizers.schedule.check_layout(shard_map)
             self._servers = ParameterServers(
-                job, shard_map, self._tensors, self._schedule, self._async_options, self._own.metrics, self.config.compressor
+                job, shard_map, self._tensors, optimizers.schedule, options, self._own.metrics, self.config.compressor
             )
+            self._participation = Participation(self._servers, waited_for=options.waits_for_others)
             self._servers.configure()
-            self._tables.connect(job, shard_map, patience=self._async_options.server_timeout, stopped=self._stopped)
+            self._tables.connect(job, shard_map, patience=options.server_timeout, stopped=self._stopped)
         except StopTraining as stop:
             self._leave()
             self._own.give_up_step(stop)
@@ -138,7 +133,7 @@ class AsyncEngine(Engine):
             self._leave()
             raise
 
-    def _open_job(self) -> Job:
+    def _open_job(self, optimizers: Optimizers) -> Job:
         membership, settings = self._own.membership, self._own.settings
         if membership is None:
             self._own_cluster = OwnCluster()
@@ -158,8 +153,15 @@ class AsyncEngine(Engine):
         if membership is not None:
             self._job, self._leases = job, CoordinatorLeases(job, ahead=self._async_options.lease_ahead)
             if self._own.donor is not None:
-                self._handover = Handover(self._own.donor, job, self._own_state)
+                self._handover = Handover(self._own.donor, job, self._session.registered, optimizers)
         return job
+
+    def _outer_steps(self, optimizers: Optimizers, *, steps: int) -> OuterSteps:
+        """From here on leases are of rounds."""
+        self._leases = leases = RoundLeases(self._leases, steps=steps)
+        return OuterSteps(
+            self._session, leases, self._tensors, steps=steps, inner=optimizers.own, outer=optimizers.on_servers, push=self.exchange
+        )
 
     def _start(self) -> None:
         """Gives the servers rank 0's values if they have none, and takes over what they have."""
@@ -170,32 +172,8 @@ class AsyncEngine(Engine):
             self._materialize()
         self._require_servers().start(has_values=has_values)
         self._started = True
-        if self._joins_late:
-            self._go_on_from_a_peer()
-
-    def _go_on_from_a_peer(self) -> None:
-        state = self._handover.take() if self._handover is not None else None
-        if state is None:
+        if self._joins_late and not (self._handover is not None and self._handover.take()):
             _log.warning("no peer could give its registered state and schedule; those of this joiner begin anew")
-            return
-        assert self._schedule is not None
-        assert self._pushed_to is not None
-        _load_settings(self._require_optimizer(), state["groups"])
-        if self._round is not None:
-            _load_settings(self._pushed_to, state["outer_groups"])
-        self._schedule.adopt(state["revision"])
-        self._session.registered.restore(state["registered"])
-
-    def _own_state(self) -> dict[str, Any]:
-        """Without an inner optimizer's moments: a joiner's begin anew."""
-        assert self._pushed_to is not None
-        outer = {} if self._round is None else {"outer_groups": self._pushed_to.state_dict()["param_groups"]}
-        return {
-            "registered": self._session.registered.capture(),
-            "groups": self._require_optimizer().state_dict()["param_groups"],
-            "revision": self.look_at_schedule().number,
-            **outer,
-        }
 
     def _materialize(self) -> None:
         materialize(self.module, self.optimizer, self._session.device)
@@ -206,12 +184,8 @@ class AsyncEngine(Engine):
     def _leave(self) -> None:
         """Takes leave of the servers; stops those that are this process's own. Idempotent."""
         atexit.unregister(self._leave)
-        if self._round is not None and self._round.steps and not self._round.is_leased:
-            _log.warning(
-                "%d inner steps since the last push are not on the servers; behind a loop of your own call "
-                "optimizer.synchronize_parameters()",
-                self._round.steps,
-            )
+        if self._outer is not None:
+            self._outer.close()
         self._leases.close()
         if self._handover is not None:
             self._handover.close()
@@ -250,8 +224,8 @@ class AsyncEngine(Engine):
 
     def groups_are_read(self) -> None:
         """See `Engine`. Notices what has changed since."""
-        if self._schedule is not None:
-            self.look_at_schedule()
+        if self._optimizers is not None:
+            self._optimizers.look()
 
     def finish_step(self, update: Callable[[], None], *, scaled: bool, inspected: bool) -> StepStatus:
         """See `Engine`: an iteration of this worker alone, or a step of its round. LOST when the run ended while the job stood still for
@@ -260,7 +234,8 @@ class AsyncEngine(Engine):
             raise ConfigurationError(
                 "a GradScaler with sparse tables: it does not see the gradients of their rows; train in float32 or bfloat16, without it"
             )
-        self._check_round()
+        if self._outer is not None:
+            self._outer.check_step()
         try:
             return super().finish_step(update, scaled=scaled, inspected=inspected)
         except StopTraining as stop:
@@ -268,10 +243,10 @@ class AsyncEngine(Engine):
 
     def step_optimizer(self, *, usable: bool) -> None:
         """See `Engine`: the servers step. With inner steps this worker does, and the servers with the last of a round."""
-        if self._round is None:
+        if self._outer is None:
             self.exchange(self._gradients() if usable else {}, self._tables.pushes() if usable else {})
         else:
-            self._take_inner_step(self._round, usable=usable)
+            self._outer.take(usable=usable)
 
     def _gradients(self) -> dict[str, torch.Tensor]:
         """This worker's, to be pushed. Raises as `check_gradients`."""
@@ -279,51 +254,10 @@ class AsyncEngine(Engine):
         check_gradients(trained)
         return gradients(trained)
 
-    def _take_inner_step(self, taken: Round, *, usable: bool) -> None:
-        """Again after a push that failed: then the round is pushed, and no step is taken."""
-        step = self._session.step
-        source = step.source if step is not None else None
-        left_out = False
-        if not taken.is_over:
-            batches = self._round_leases.round_of(source.name) if self._round_leases is not None and source is not None else None
-            if not taken.take(self._require_optimizer(), source, batches, usable=usable):
-                if step is not None:
-                    step.pushed = ()
-                return
-            taken.end()
-        else:
-            left_out = all(tensor.parameter.grad is None for tensor in self._tensors)
-        self._push_round(taken, left_out=left_out)
-
-    def _push_round(self, over: Round, *, left_out: bool = False) -> None:
-        self.exchange({} if left_out else over.outer_gradients())
-        over.settle()
-        # The servers have stepped it: its schedulers need not warn that nobody has.
-        self._pushed_to._opt_called = True  # type: ignore[union-attr]
-        step = self._session.step
-        if self._round_leases is not None and step is not None and step.source is not None:
-            step.pushed = self._round_leases.round_of(step.source.name)
-
-    def _check_round(self) -> None:
-        """Before a step is finished: what of it counts for nothing, since the round that it was in has gone back.
-
-        Raises:
-            PreconditionError: the script was handed the batch again.
-        """
-        step = self._session.step
-        if self._round_leases is None or step is None or step.source is None or self._round_leases.round_of(step.source.name) is not None:
-            return
-        if not step.left:
-            raise PreconditionError(
-                "the round of inner steps that this batch is in went back to the coordinator when its loop was left; leave the loop again, "
-                "and go on with the next epoch"
-            )
-        self._session.void_step("its loop was left within a round of inner steps, whose batches are dealt again")
-
     @property
     def steps_in_round(self) -> int:
         """Inner steps since the last push."""
-        return 0 if self._round is None else self._round.steps
+        return 0 if self._outer is None else self._outer.steps
 
     @property
     def within_round(self) -> bool:
@@ -333,10 +267,7 @@ class AsyncEngine(Engine):
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Engine`: the settings, which go to the servers; what is momentum and moments in a synchronous run has no place on the
         workers, but with inner steps."""
-        if self._round is not None:
-            super().load_optimizer_state_dict(state)
-            return
-        super().load_optimizer_state_dict({"state": {}, "param_groups": state.get("param_groups")})
+        super().load_optimizer_state_dict(self._require_optimizers().kept_here(state))
 
     def synchronize_parameters(self) -> None:
         """Pulls what all workers have reached; between steps. Within a round of the user's own loop it ends the round, with a push.
@@ -348,17 +279,10 @@ class AsyncEngine(Engine):
         step = self._session.step
         if step is not None and step.handed_out:
             raise PreconditionError("synchronize_parameters within a step: call it after optimizer.step()")
-        if self._round is None or not self._round.steps:
+        if self._outer is not None and self._outer.steps:
+            self._outer.push_now()
+        else:
             self.pull()
-            return
-        if self._round.is_leased:
-            raise PreconditionError(
-                f"synchronize_parameters {self._round.steps} inner steps after the last push: the batches of a round count together, with "
-                "its last step; call it where model.steps_in_round is 0"
-            )
-        if not self._round.is_over:
-            self._round.end()
-        self._push_round(self._round)
 
     def exchange(self, sent: Mapping[str, torch.Tensor], rows: Mapping[int, PushedRows] = MappingProxyType({})) -> None:
         """Ends an iteration: pushes gradients, by the tensors' names, and rows of tables, by partition, and pulls what all workers have
@@ -373,7 +297,7 @@ class AsyncEngine(Engine):
         step = self._session.step
         source = step.source if step is not None else None
         batch = self._leases.at_hand(source.name) if source is not None else 0
-        iteration = Iteration(clock=clock, revision=self.look_at_schedule(), gradients=sent, pull=pull, batch=batch, rows=rows)
+        iteration = Iteration(clock=clock, revision=self._require_optimizers().look(), gradients=sent, pull=pull, batch=batch, rows=rows)
         pushed = self._require_servers().exchange(iteration)
         failpoint("exchange.done")
         self._tables.drop_gradients()
@@ -382,41 +306,21 @@ class AsyncEngine(Engine):
             step.known = pushed.known
         if sent or rows:
             self._own.progress.pushed(pushed.staleness)
-        if self._rests_after_push:
-            self._rests_after_push = False
-            self._rest()
-
-    def look_at_schedule(self) -> Revision:
-        """Notices what schedulers have changed."""
-        assert self._schedule is not None
-        return self._schedule.look()
+        self._require_participation().pushed()
 
     def pull(self) -> None:
         """Brings back what all workers have reached; between steps, not within a round. With bsp a worker that takes part has the values of
         its iteration, and keeps them."""
-        if self._started and not self.within_round and (self._rests or not self._async_options.in_step):
+        if self._started and not self.within_round and (self._require_participation().rests or not self._async_options.in_step):
             self._require_servers().pull()
-
-    def _rest(self) -> None:
-        """Says that nobody need wait for this worker; again as often as there is reason to: a server may have been started anew, without
-        its data."""
-        if self._async_options.waits_for_others:
-            self._require_servers().rest()
-            self._rests = True
-
-    def _enter(self) -> None:
-        """Takes part, from the iteration on that others are about to begin."""
-        if self._rests and self._async_options.waits_for_others:
-            self._require_servers().enter(self._clock)
-            self._rests = False
 
     # --------------------------------------------------------------------------------------------- TrainingEngine: for the session
 
     def step_begins(self) -> None:
         """See `TrainingEngine`."""
         source = self._session.step.source if self._session.step is not None else None
-        if self._round is not None:
-            self._round.check_source(source)
+        if self._outer is not None:
+            self._outer.step_begins(source)
         if source is not None and not source.leased:
             raise ConfigurationError(
                 f"loader {source.name!r} deals steps that all ranks take together, and with async_sgd there are none; give it batch_size= "
@@ -425,7 +329,7 @@ class AsyncEngine(Engine):
         try:
             self._start()
             if source is None:
-                self._enter()  # else there may be no batch for it
+                self._require_participation().enter(self._clock)  # else there may be no batch for it
             self._find_epoch(source)
         except StopTraining as stop:  # while it waited for the coordinator, or a server
             self._own.give_up_step(stop)
@@ -445,66 +349,50 @@ class AsyncEngine(Engine):
         self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int, at_hand: int | None = None
     ) -> Leases:
         """See `LoaderSession`."""
+        participation = self._require_participation()
         try:
             answer = self._leases.lease(
                 loader=loader, epoch=epoch, batches_in_epoch=batches_in_epoch, finished=finished, want=want, at_hand=at_hand
             )
         finally:
-            self._undo_round(loader)
+            if self._outer is not None:
+                self._outer.has_leased(loader)
         if want and not answer.batches:
             if answer.epoch_done:
                 # Nobody pushes before the next epoch begins: what is evaluated between epochs is the same on all ranks.
-                self._rest()
+                participation.rest()
                 self.pull()
             elif self._leases.is_idle(loader):
                 # Others may wait for this worker to finish an iteration, and it will find none before they have finished theirs.
-                self._rest()
+                participation.rest()
         elif answer.batches:
-            self._enter()
+            participation.enter(self._clock)
         elif not want:
             # The loop is left: nobody is to wait for what this worker does elsewhere, but for the batch that it has at hand.
-            self._rests_after_push = at_hand is not None and not answer.took_back_at_hand
-            if not self._rests_after_push:
+            has_batch = at_hand is not None and not answer.took_back_at_hand
+            participation.rest_after_push(has_batch)
+            if not has_batch:
                 with suppress(ShoalError, StopTraining):  # whoever leaves for good is not waited for either
-                    self._rest()
+                    participation.rest()
         return answer
-
-    def _undo_round(self, loader: str) -> None:
-        """A loop was left, or goes on with other batches: what inner steps of a round have moved that went back with its loop is undone."""
-        if self._round is None or self._round_leases is None:
-            return
-        if self._round.has_gone_back(loader, self._round_leases.round_of(loader)):
-            if not self._round.is_over:
-                _log.warning(
-                    "loader %r: its loop was left %d inner steps after the last push; they are undone, and their batches dealt again. "
-                    "Leave a loop where model.steps_in_round is 0",
-                    loader,
-                    self._round.steps,
-                )
-            self._round.undo()
 
     def capture(self) -> dict[str, Any]:
         """See `TrainingEngine`: for checkpoints. What the servers run keeps its state there, and they write snapshots of their own
         meanwhile; an inner optimizer's is this worker's."""
         if self._started:
             self._require_servers().write_snapshots()
-        return {"model": self.full_state_dict(), "optimizer": self._require_optimizer().state_dict()}
+        return {"model": self.full_state_dict(), "optimizer": self._require_optimizers().own.state_dict()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `TrainingEngine`: of a checkpoint, before the first step. Servers that have values keep them; others get these."""
         self._check_not_started("shoal.resume")
-        groups = state["optimizer"]["param_groups"] if state["optimizer"] is not None else []
-        own = self._require_optimizer().param_groups
-        if len(groups) != len(own) or any(mine.keys() - loaded.keys() - {"initial_lr"} for mine, loaded in zip(own, groups, strict=True)):
-            raise CorruptDataError("the checkpoint is of another optimizer: its parameter groups differ", reason="OPTIMIZER_DIFFERS")
+        optimizers = self._require_optimizers()
+        optimizers.check_checkpoint(state["optimizer"])
         self._check_fits(state["model"])
         if not self.has_values():
             self._materialize()
         self.module.load_state_dict(state["model"])
-        if self._round is not None and state["optimizer"] is not None and state["optimizer"]["state"]:
-            self._require_optimizer().load_state_dict(state["optimizer"])
-        else:  # momentum and moments of a synchronous run have no place on the workers
-            _load_settings(self._require_optimizer(), groups)
+        optimizers.restore(state["optimizer"])
 
     def has_values(self) -> bool:
         """See `TrainingEngine`."""
@@ -579,24 +467,13 @@ class AsyncEngine(Engine):
         assert self._servers is not None
         return self._servers
 
-    def _require_optimizer(self) -> torch.optim.Optimizer:
-        assert self.optimizer is not None
-        return self.optimizer
+    def _require_participation(self) -> Participation:
+        assert self._participation is not None
+        return self._participation
 
-
-def _load_settings(optimizer: torch.optim.Optimizer, groups: Any) -> None:
-    """Takes over the settings of parameter groups. State stays: some optimizers make theirs with themselves."""
-    optimizer.load_state_dict({"state": optimizer.state_dict()["state"], "param_groups": groups})
-
-
-def check_same_parameters(inner: torch.optim.Optimizer, outer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-    """Raises ConfigurationError unless both optimizers are made from the same parameters. `names`: id(parameter) -> its name."""
-    here, there = ({id(p) for group in each.param_groups for p in group["params"]} for each in (inner, outer))
-    if differing := sorted(names.get(each, "a tensor that is not of the model") for each in here ^ there):
-        raise ConfigurationError(
-            f"outer_optimizer={type(outer).__name__}: it and the optimizer must be made from the same parameters, and one of them lacks "
-            f"{', '.join(differing[:5])}{f' and {len(differing) - 5} more' if len(differing) > 5 else ''}"
-        )
+    def _require_optimizers(self) -> Optimizers:
+        assert self._optimizers is not None
+        return self._optimizers
 
 
 def _move_to_epoch(source: StepSource, epoch: int) -> None:

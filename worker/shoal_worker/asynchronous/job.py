@@ -5,26 +5,23 @@ Any thread may call; the coordinator's link and client are safe to share.
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Final, TypeVar
+from typing import TypeVar
 
 from shoal_common.backoff import Backoff
 from shoal_common.bulk.transport import Transport
 from shoal_common.clients.parameter_server import ParameterServerClient
-from shoal_common.errors import ConfigurationError, CorruptDataError, DeadlineError, PreconditionError, ShoalError, UnavailableError
+from shoal_common.errors import ConfigurationError, DeadlineError, PreconditionError, ShoalError, UnavailableError
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_worker.elastic.generation import Peer
 from shoal_worker.elastic.link import CoordinatorLink
 from shoal_worker.elastic.loader_interface import Drained, StopTraining
-from shoal_worker.elastic.transfer import StateDonor, take_state
 
 _log = logging.getLogger(__name__)
 
@@ -199,61 +196,3 @@ class Job:
     def _raise_if_over(self, error: ShoalError) -> None:
         if error.reason == "CLIENT_CLOSED":
             raise error
-
-
-# ------------------------------------------------------------------------------------------------------ a worker's own state, for joiners
-
-_REST: Final = 50
-"""Copying may take one part of so many of the training thread's time: a scheduler's state is copied at nearly every border, a large one (an
-average of the parameters, say) now and then."""
-_PATIENCE: Final = timedelta(seconds=5)
-"""How long a joiner waits for one peer's state. A peer's offer is open already, unless it has not come to its first step."""
-
-
-# A worker's own state for joiners: what the user registered, and the optimizer's settings with the place in their schedule.
-#
-# In synchronous training the state travels at borders, while all stand still. Here nobody does, and with ssp a member may be waiting for
-# the very joiner that asks. So each worker keeps an offer open, a copy made at one of its last borders, and its donor's threads serve
-# that whatever the training thread does (elastic/transfer.py). The name of an offer is its giver's key, which the coordinator tells
-# members alone.
-#
-# `refresh`, `take` and `close` belong to the training thread.
-
-
-class Handover:
-    """This worker's offer, and what it takes of others'."""
-
-    def __init__(self, donor: StateDonor, job: Job, capture: Callable[[], dict[str, Any]]) -> None:
-        """`capture` gives this worker's state; it may share memory with it."""
-        self._donor = donor
-        self._job = job
-        self._capture = capture
-        self._offer = contextlib.ExitStack()
-        self._due_at = 0.0
-
-    def refresh(self) -> None:
-        """At a border: what is offered must not grow too old."""
-        begun = time.monotonic()
-        if begun < self._due_at:
-            return
-        state = copy.deepcopy(self._capture())
-        self._offer.close()
-        self._offer.enter_context(self._donor.offering(state, self._donor.key))
-        ended = time.monotonic()
-        self._due_at = ended + _REST * (ended - begun)
-
-    def take(self) -> dict[str, Any] | None:
-        """A peer's state; None: none of them has any to give, or it could not be had."""
-        for peer in self._job.peers_before():
-            try:
-                state, _ = take_state([peer.donor_address], peer.donor_key, timeout=_PATIENCE)
-            except (UnavailableError, CorruptDataError) as error:
-                _log.info("member %s gave no state: %s", peer.member_id, error)
-            else:
-                taken: dict[str, Any] = state
-                return taken
-        return None
-
-    def close(self) -> None:
-        """Takes the offer back. Idempotent."""
-        self._offer.close()

@@ -3,100 +3,137 @@
 (Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, algorithm 1; Liu et al., "Asynchronous
 Local-SGD Training for Language Modeling", 2024, for workers that do not wait for one another.)
 
-A *round* is the inner steps between two pushes. Its batches follow one another in the epoch, and are leased together: to the coordinator
-and to the servers a round is one batch. So it has a key of its own, and whoever gets a dead worker's round trains on the same batches and
-pushes under the same key: each batch counts once on each partition (docs/decisions/0202).
-
-Here: the leases, and the values. When a round begins and ends is the engine's to say. All of it runs on the training thread, but for what
-`CoordinatorLeases` does on its own.
+A *round* is the inner steps between two pushes. Here is what becomes of it, and of the values: it begins with a step, goes on, is pushed,
+or is undone where its batches go back. The batches themselves are leased in `round_leases.py`, and how a gradient is pushed is the
+engine's business. All of it runs on the training thread.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from shoal_common.errors import PreconditionError
 
-from shoal_worker.asynchronous.leases import LeaseSource
+from shoal_worker.asynchronous.round_leases import RoundLeases
 from shoal_worker.asynchronous.tensors import HostTensor, check_outer_gradients, publish
-from shoal_worker.elastic.loader_interface import Leases, StepSource
+from shoal_worker.elastic.loader_interface import StepSource
+from shoal_worker.elastic.strategy_interface import StrategySession
+
+_log = logging.getLogger(__name__)
 
 
-@dataclass(kw_only=True, eq=False)
-class _Dealt:
-    """What this worker has of one epoch of one loader."""
+class OuterSteps:
+    """The rounds of a worker, one after another: which step ends one, and when one goes back."""
 
-    epoch: int
-    round: range | None = None
-    """The batches of the round that is leased and not pushed."""
-    coming: deque[int] = field(default_factory=deque)
-    """Those of them that the loader has not got yet."""
+    def __init__(
+        self,
+        session: StrategySession,
+        leases: RoundLeases,
+        tensors: Sequence[HostTensor],
+        *,
+        steps: int,
+        inner: torch.optim.Optimizer,
+        outer: torch.optim.Optimizer,
+        push: Callable[[Mapping[str, torch.Tensor]], None],
+    ) -> None:
+        """`leases`: of `steps` batches a round. `outer`: what the servers run. `push`: ends an iteration with these gradients, by the
+        tensors' names; with none it pushes nothing."""
+        self._session = session
+        self._leases = leases
+        self._tensors = tuple(tensors)
+        self._inner, self._outer = inner, outer
+        self._push = push
+        self._round = Round([tensor for tensor in tensors if tensor.trained], steps=steps)
 
+    @property
+    def steps(self) -> int:
+        """Inner steps since the last push."""
+        return self._round.steps
 
-class RoundLeases:
-    """A `LeaseSource` of batches over one of rounds: what that one takes for a batch is a round of them."""
+    def step_begins(self, source: StepSource | None) -> None:
+        """Raises as `Round.check_source`."""
+        self._round.check_source(source)
 
-    def __init__(self, rounds: LeaseSource, *, steps: int) -> None:
-        """`steps`: batches in a round; an epoch's last round may have fewer."""
-        self._rounds = rounds
-        self._steps = steps
-        self._dealt: dict[str, _Dealt] = {}
+    def take(self, *, usable: bool) -> None:
+        """Takes an inner step, and pushes the round with its last one. Again after a push that failed: then the round is pushed, and no
+        step is taken. `usable` False: a GradScaler found the gradients unusable, and the step changes nothing."""
+        step = self._session.step
+        source = step.source if step is not None else None
+        left_out = False
+        if not self._round.is_over:
+            batches = self._leases.round_of(source.name) if source is not None else None
+            if not self._round.take(self._inner, source, batches, usable=usable):
+                if step is not None:
+                    step.pushed = ()
+                return
+            self._round.end()
+        else:
+            left_out = all(tensor.parameter.grad is None for tensor in self._tensors)
+        self._push_round(left_out=left_out)
 
-    def lease(
-        self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int, at_hand: int | None = None
-    ) -> Leases:
-        """See `LeaseSource`. Batches are those of one round until it is pushed, and fewer than wanted where it has no more. Where the loop
-        is left within a round, all of it goes back, with the batch at hand."""
-        dealt = self._dealt.get(loader)
-        if dealt is None or dealt.epoch != epoch:
-            dealt = self._dealt[loader] = _Dealt(epoch=epoch)
-        over = dealt.round is not None and dealt.round[-1] in finished  # the step of its last batch has pushed it
-        pushed = (self._number(dealt.round),) if over and dealt.round is not None else ()
-        rounds = -(-batches_in_epoch // self._steps)
-        if want == 0:
-            # The step of the batch at hand may still end the round, if that is its last.
-            kept = dealt.round if dealt.round is not None and not over and at_hand == dealt.round[-1] else None
-            dealt.round, dealt.coming = kept, deque()
-            number = None if kept is None else self._number(kept)
-            self._rounds.lease(loader=loader, epoch=epoch, batches_in_epoch=rounds, finished=pushed, want=0, at_hand=number)
-            return Leases(batches=(), epoch_done=False, retry_after_s=0.0, took_back_at_hand=kept is None)
-        if dealt.round is None or over:
-            answer = self._rounds.lease(loader=loader, epoch=epoch, batches_in_epoch=rounds, finished=pushed, want=1)
-            dealt.round = None
-            if not answer.batches:
-                return answer
-            begin = answer.batches[0] * self._steps
-            dealt.round = range(begin, min(begin + self._steps, batches_in_epoch))
-            dealt.coming = deque(dealt.round)
-        batches = tuple(dealt.coming.popleft() for _ in range(min(want, len(dealt.coming))))
-        return Leases(batches=batches, epoch_done=False, retry_after_s=0.0)
+    def push_now(self) -> None:
+        """Ends the round where it is, with a push.
 
-    def round_of(self, loader: str) -> range | None:
-        """The batches of the round that `loader` is in, one object for each round; None: it is in none, or was taken out of it."""
-        dealt = self._dealt.get(loader)
-        return None if dealt is None else dealt.round
+        Raises:
+            PreconditionError: its batches are leased, and count as a whole.
+        """
+        if self._round.is_leased:
+            raise PreconditionError(
+                f"synchronize_parameters {self.steps} inner steps after the last push: the batches of a round count together, with "
+                "its last step; call it where model.steps_in_round is 0"
+            )
+        if not self._round.is_over:
+            self._round.end()
+        self._push_round()
 
-    def at_hand(self, loader: str) -> int:
-        """See `LeaseSource`: the key of the round."""
-        return self._rounds.at_hand(loader)
+    def _push_round(self, *, left_out: bool = False) -> None:
+        self._push({} if left_out else self._round.outer_gradients())
+        self._round.settle()
+        # The servers have stepped it: its schedulers need not warn that nobody has.
+        self._outer._opt_called = True  # type: ignore[attr-defined]
+        step = self._session.step
+        if step is not None and step.source is not None:
+            step.pushed = self._leases.round_of(step.source.name)
 
-    def newest_epoch(self, loader: str, epoch: int) -> int:
-        """See `LeaseSource`."""
-        return self._rounds.newest_epoch(loader, epoch)
+    def check_step(self) -> None:
+        """Before a step is finished: where the round that it was in has gone back, the step counts for nothing.
 
-    def is_idle(self, loader: str) -> bool:
-        """See `LeaseSource`."""
-        return self._rounds.is_idle(loader)
+        Raises:
+            PreconditionError: the script was handed the batch again.
+        """
+        step = self._session.step
+        if step is None or step.source is None or self._leases.round_of(step.source.name) is not None:
+            return
+        if not step.left:
+            raise PreconditionError(
+                "the round of inner steps that this batch is in went back to the coordinator when its loop was left; leave the loop again, "
+                "and go on with the next epoch"
+            )
+        self._session.void_step("its loop was left within a round of inner steps, whose batches are dealt again")
+
+    def has_leased(self, loader: str) -> None:
+        """A loop was left, or goes on with other batches: undoes what inner steps of a round have moved that went back with its loop."""
+        if not self._round.has_gone_back(loader, self._leases.round_of(loader)):
+            return
+        if not self._round.is_over:
+            _log.warning(
+                "loader %r: its loop was left %d inner steps after the last push; they are undone, and their batches dealt again. "
+                "Leave a loop where model.steps_in_round is 0",
+                loader,
+                self.steps,
+            )
+        self._round.undo()
 
     def close(self) -> None:
-        """See `LeaseSource`."""
-        self._rounds.close()
-
-    def _number(self, batches: range) -> int:
-        return batches.start // self._steps
+        """Nothing is pushed any more: says so where that loses steps."""
+        if self.steps and not self._round.is_leased:
+            _log.warning(
+                "%d inner steps since the last push are not on the servers; behind a loop of your own call "
+                "optimizer.synchronize_parameters()",
+                self.steps,
+            )
 
 
 class Round:

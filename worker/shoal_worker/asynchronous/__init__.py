@@ -2,9 +2,9 @@
 
 `engine` trains: it puts the others together. `outer_steps` has the rounds of a worker that takes several steps between two pushes, and
 `round_leases` the batches of these; `participation` says whether others wait for this worker, and `handover` what a joiner takes of a peer.
-`servers` speaks to all servers and `server_link` to one; what they pass to each other is a `delivery`, and the `ledger` says how far the
-worker is with each partition; `tensors` is what they send; `tables` looks up the rows of sparse tables, and says what is pushed of them, and
-`step_tables` does so for strategies whose ranks take steps together; `options` are the user's, and `optimizers` the one that steps here and
-the one that the servers run; `job` speaks to the coordinator, and `leases` has its batches; `own_cluster` starts a coordinator and a server
-where a script runs by itself.
+`servers` speaks to all servers and `server_link` to one: over a `connection`, with `pulls`, and with `persistence` where it is away. What
+they pass to each other is a `delivery`, and the `ledger` says how far the worker is with each partition; `tensors` is what they send;
+`tables` looks up the rows of sparse tables, and says what is pushed of them, and `step_tables` does so for strategies whose ranks take
+steps together; `options` are the user's, and `optimizers` the one that steps here and the one that the servers run; `job` speaks to the
+coordinator, and `leases` has its batches; `own_cluster` starts a coordinator and a server where a script runs by itself.
 """

@@ -22,14 +22,10 @@ from datetime import timedelta
 from typing import Final, TypeVar
 
 import torch
-from shoal_common.backoff import Backoff
 from shoal_common.errors import (
-    CorruptDataError,
     DeadlineError,
     InternalError,
     PreconditionError,
-    ShoalError,
-    StaleGenerationError,
     UnavailableError,
     UnknownResourceError,
 )
@@ -37,35 +33,24 @@ from shoal_common.failpoints import failpoint
 from shoal_common.wire import checksum
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
-from shoal_worker.asynchronous.delivery import Delivery, ShardMapChanged
+from shoal_worker.asynchronous.connection import Connection
+from shoal_worker.asynchronous.delivery import Delivery
 from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.ledger import Ledger
 from shoal_worker.asynchronous.options import AsyncOptions, Revision, ServerOptimizer
+from shoal_worker.asynchronous.persistence import NOT_MY_TURN, TRANSIENT, Persistence
+from shoal_worker.asynchronous.pulls import Pulls
 from shoal_worker.asynchronous.tables import PushedRows
-from shoal_worker.asynchronous.tensors import Iteration, Partition, Payload, Payloads, PulledValues, ServerShare, tensor_bytes
+from shoal_worker.asynchronous.tensors import Iteration, Partition, Payload, Payloads, ServerShare
 
 _log = logging.getLogger(__name__)
 
-_LONGEST_BACKOFF_S: Final = 1.0
-_SLOWEST_BYTES_PER_S: Final = 4 << 20
-"""What a stream's deadline allows for, beside a fixed minute."""
 _FIRST_VALUES_WAIT: Final = timedelta(seconds=1)
 """Between two looks at who is rank 0, and so has to give the first values."""
-_TURN_WAIT: Final = timedelta(seconds=5)
-"""ssp and bsp: between two looks at whether this worker is to leave while it waits for slower ones."""
-_LEAVES_AFTER_S: Final = 5.0
-"""A worker that is to leave waits no longer for a server that is away. Its batch is dealt again."""
 _MOST_FINISHED: Final = 2048
 """How many batches are kept to be told to a server that is pushed to now and then: more than a worker may have leased, so that those before
 them are acknowledged."""
 _LARGEST_CLOCK: Final = 2**63 - 1
-_TRANSIENT: Final = (UnavailableError, DeadlineError, CorruptDataError)
-_REWOUND: Final = frozenset({"SEQUENCE_GAP", "BASE_VERSION_AHEAD", "PARTITION_UNINITIALIZED", "OPTIMIZER_UNCONFIGURED"})
-"""Refusals that mean: the server has lost something that it had acknowledged."""
-_MOVED: Final = "STALE_SHARD_MAP"
-"""Refusal that means: partitions have moved since this worker asked for the shard map."""
-_MOVING: Final = "PARTITION_MOVING"
-_NOT_MY_TURN: Final = frozenset({"SSP_WAIT_TIMEOUT", "BSP_WAIT_TIMEOUT"})
 
 AnswerT = TypeVar("AnswerT")
 
@@ -98,7 +83,6 @@ class ServerLink:
         worker, counted by partition, that the server had acknowledged and has lost."""
         self._ledger = ledger
         self._payloads = payloads
-        self._incoming = PulledValues(options.pull_compression)
         self._job = job
         self._optimizer = optimizer
         self._options = options
@@ -109,27 +93,36 @@ class ServerLink:
         self._clock = 0
         self._finished_batches: list[int] = []
         """Finished on all servers, and not told to this one yet."""
-        self._address = share.address
-        self._client = job.server_client(share.address)
-        self.adopt(share)
+        self._server = Connection(job, share)
+        self._pulls = Pulls(job, self._server, ledger, compression=options.pull_compression)
+        self._persistence = Persistence(
+            job,
+            self._server,
+            patience=options.server_timeout,
+            closing=closing,
+            started=lambda: self._started,
+            resynchronize=self._resynchronize,
+        )
+        self._started = self._has_values()
 
     @property
     def index(self) -> int:
         """Which server this is: its server_index."""
-        return self._share.index
+        return self._server.share.index
 
     @property
     def address(self) -> str:
         """Where the server is spoken to."""
-        return self._address
+        return self._server.address
 
     def adopt(self, share: ServerShare) -> None:
         """What the server has by the newest shard map, some of which this worker may not have pulled before. Between calls."""
-        self._share = share
-        self._partitions = {partition.partition_id: partition for partition in share.partitions}
-        self._trained = [partition for partition in share.partitions if partition.trained]
-        self._started = all(map(self._ledger.has_values, self._partitions))
-        self._stream_deadline = timedelta(seconds=60 + sum(partition.size_bytes for partition in share.partitions) / _SLOWEST_BYTES_PER_S)
+        self._server.adopt(share)
+        self._started = self._has_values()
+
+    def _has_values(self) -> bool:
+        """This worker has pulled before all that the server has."""
+        return all(map(self._ledger.has_values, self._server.partitions))
 
     def joins(self, others: Sequence[ServerLink]) -> None:
         """This link is one more, made while this worker trains with `others`: it is as far as they are. Between calls."""
@@ -145,7 +138,7 @@ class ServerLink:
             PreconditionError (OPTIMIZER_CONFLICT): another worker has set other ones.
             DeadlineError: the server was not there in time.
         """
-        self._insist("ConfigureOptimizer", self._configure)
+        self._persistence.insist("ConfigureOptimizer", self._configure)
 
     def start(self, *, has_values: bool) -> None:
         """Gives the server rank 0's values, unless it holds some already, and takes over what it holds.
@@ -155,11 +148,9 @@ class ServerLink:
         deadline = time.monotonic() + self._options.server_timeout.total_seconds()
         while not self._started:
             if self._job.rank == 0:
-                self._insist("Initialize", lambda: self._initialize_missing(has_values=has_values))
+                self._persistence.insist("Initialize", lambda: self._initialize_missing(has_values=has_values))
             try:
-                self._insist(
-                    "Pull", lambda: self._pull(list(self._partitions.values()), wait=_FIRST_VALUES_WAIT, in_turn=False, codec=pb.CODEC_RAW)
-                )
+                self._persistence.insist("Pull", self._pull_first_values)
             except DeadlineError as error:
                 # Rank 0 may be gone: whoever has the rank by now is asked for its values in the next round.
                 if error.reason != "PARTITION_UNINITIALIZED" or time.monotonic() > deadline or self._closing.is_set():
@@ -168,7 +159,7 @@ class ServerLink:
                 self._started = True
         if self._options.delay_compensation and not self._options.waits_for_others:
             # What this worker pulls as itself is what its first gradient is compensated with.
-            self._insist("Pull", lambda: self._pull(self._trained, in_turn=True))
+            self._persistence.insist("Pull", lambda: self._pulls.pull(self._server.trained, clock=self._clock))
 
     # ------------------------------------------------------------------------------------------------------- step by step
 
@@ -184,11 +175,11 @@ class ServerLink:
         """
         iteration = delivery.iteration
         if iteration.revision.number > self._revision.number:
-            self._insist("SetHyperparameters", lambda: self._set_hyperparameters(iteration.revision))
+            self._persistence.insist("SetHyperparameters", lambda: self._set_hyperparameters(iteration.revision))
         wanted: list[Partition | PushedRows] = [
-            each for each in self._trained if any(piece.tensor.name in iteration.gradients for piece in each.pieces)
+            each for each in self._server.trained if any(piece.tensor.name in iteration.gradients for piece in each.pieces)
         ]
-        wanted += [each for number, each in iteration.rows.items() if number in self._share.buckets]
+        wanted += [each for number, each in iteration.rows.items() if number in self._server.share.buckets]
         pushed = [each for each in wanted if each.partition_id not in delivery.acknowledged]
         if pushed:
             self._prepare(pushed, delivery)
@@ -197,7 +188,7 @@ class ServerLink:
             self._payloads.settle((each.partition_id for each in answer), applied=applied)
             delivery.acknowledged.update({each.partition_id: each for each in answer})
         self._clock = iteration.clock
-        if iteration.pull and self._trained:
+        if iteration.pull and self._server.trained:
             self.pull_in_turn(delivery.pulled)
         elif self._takes_part and not pushed:
             self.advance_clock(iteration.clock)
@@ -209,27 +200,55 @@ class ServerLink:
         self._ledger.computed_on({each.partition_id: each.version for each in new if isinstance(each, PushedRows)})
         doubtful = {each.partition_id: doubt == batch for each in new if (doubt := self._ledger.doubt(each.partition_id)) is not None}
         if doubtful:
-            delivery.there.update(self._insist("GetServer", lambda: self._look_back(doubtful)))
+            delivery.there.update(self._persistence.insist("GetServer", lambda: self._look_back(doubtful)))
         self._ledger.begun((each.partition_id for each in new), batch)
         for each in new:
             delivery.payloads[each.partition_id] = (
                 self._payloads.rows(each) if isinstance(each, PushedRows) else self._payloads.gradient(each, delivery.iteration)
             )
 
+    def _push_in_turn(self, push: Callable[[], AnswerT]) -> AnswerT:
+        """Pushes; with bsp when all have read what it changes. A worker that is to leave does not wait: its batch is dealt again."""
+        try:
+            return self._persistence.in_turn("Push", push)
+        except DeadlineError as error:
+            if error.reason in NOT_MY_TURN and self._job.leaving:
+                raise self._job.departure() from error
+            raise
+
     def finished(self, batch: int) -> None:
         """Every push of the batch with this key was acknowledged, on all servers."""
         self._finished_batches.append(batch)
         del self._finished_batches[:-_MOST_FINISHED]
 
+    def pull_in_turn(self, pulled: set[int]) -> None:
+        """Pulls when this worker may begin its next iteration; with asp that is at once. `pulled`: the partitions that it has pulled for
+        that already, from a server that had them before; they are left as they are, and this server's are added."""
+        if not self._server.trained:
+            return
+        missing = [each for each in self._server.trained if each.partition_id not in pulled]
+        if missing:
+            try:
+                self._persistence.in_turn("Pull", lambda: self._pulls.pull(missing, clock=self._clock))
+            except DeadlineError as error:
+                if error.reason not in NOT_MY_TURN:
+                    raise
+                return  # the next border lets it go; it needs no newer values for that
+            pulled.update(each.partition_id for each in missing)
+        elif not self._options.in_step:
+            self.advance_clock(self._clock)
+        if self._options.in_step:
+            self._tell(self._clock, has_read=True)
+
     def pull(self) -> None:
         """Pulls newer values outside of a step; waits for no other worker."""
         # As an onlooker where its turn would be waited for; a gradient on these values is then not compensated.
         in_turn = bool(self._options.delay_compensation) and not self._options.waits_for_others
-        self._insist("Pull", lambda: self._pull(self._trained, in_turn=in_turn))
+        self._persistence.insist("Pull", lambda: self._pulls.pull(self._server.trained, clock=self._clock if in_turn else None))
 
     def read(self, into: Mapping[str, torch.Tensor]) -> None:
         """Reads all values into flat tensors of the host, by name, and leaves what this worker holds as it is."""
-        self._insist("Pull", lambda: self._read(into))
+        self._persistence.insist("Pull", lambda: self._pulls.read(into))
 
     # -------------------------------------------------------------------------------------------------------------- clocks
 
@@ -245,7 +264,7 @@ class ServerLink:
         if not self._takes_part:
             return None
         self.advance_clock(clock)
-        state = self._insist("GetServer", lambda: self._client.get_server(member_id=self._job.member_id))
+        state = self._persistence.insist("GetServer", lambda: self._server.client.get_server(member_id=self._job.member_id))
         own = state.clocks.get(self._job.member_id, 0)
         others = {member: own - (state.clocks[member] - done) for member, done in state.iterations.items() if member != self._job.member_id}
         return Position(clock=own, by_others=others)
@@ -263,72 +282,76 @@ class ServerLink:
     @property
     def _takes_part(self) -> bool:
         """Something is trained on this server."""
-        return bool(self._trained or self._share.buckets)
+        return bool(self._server.trained or self._server.share.buckets)
 
     def _tell(self, clock: int, *, has_read: bool = False, place: int = 0) -> None:
         def tell() -> None:
-            self._client.advance_clock(
+            self._server.client.advance_clock(
                 self._job.job_id,
                 self._job.member_id,
                 clock=clock,
                 has_read=has_read,
                 place=place,
                 generation=self._job.generation,
-                shard_map_epoch=self._share.epoch,
+                shard_map_epoch=self._server.share.epoch,
             )
 
-        self._insist("AdvanceClock", tell)
+        self._persistence.insist("AdvanceClock", tell)
 
     # ------------------------------------------------------------------------------------------------------------- the end
 
     def snapshot(self) -> str:
         """Has the server write its snapshot; returns where. Raises what the .proto says of Snapshot. Any thread may call it."""
-        return self._client.snapshot(self._job.job_id).path
+        return self._server.client.snapshot(self._job.job_id).path
 
     def farewell(self, patience: timedelta) -> None:
         """Says that nobody need wait for this worker any more. A server that cannot be reached learns it from the coordinator."""
         try:
-            self._client.advance_clock(self._job.job_id, self._job.member_id, clock=_LARGEST_CLOCK, deadline=patience)
-        except (*_TRANSIENT, UnknownResourceError) as error:
-            _log.debug("server %d did not hear the farewell: %s", self._share.index, error)
+            self._server.client.advance_clock(self._job.job_id, self._job.member_id, clock=_LARGEST_CLOCK, deadline=patience)
+        except (*TRANSIENT, UnknownResourceError) as error:
+            _log.debug("server %d did not hear the farewell: %s", self.index, error)
 
     def close(self) -> None:
         """Ends calls in progress. Idempotent. Any thread may call it."""
-        self._client.close()
+        self._server.close()
 
     # ------------------------------------------------------------------------------------------------------ single attempts
 
     def _configure(self) -> None:
-        self._client.configure_optimizer(self._job.job_id, self._optimizer.spec, self._options.message())
+        self._server.client.configure_optimizer(self._job.job_id, self._optimizer.spec, self._options.message())
 
     def _set_hyperparameters(self, revision: Revision) -> None:
         hyperparameters, groups = self._optimizer.change(revision)
-        self._client.set_hyperparameters(self._job.job_id, revision=revision.number, hyperparameters=hyperparameters, groups=groups)
+        self._server.client.set_hyperparameters(self._job.job_id, revision=revision.number, hyperparameters=hyperparameters, groups=groups)
         self._revision = revision
 
     def _initialize_missing(self, *, has_values: bool) -> None:
-        versions = {each.partition_id: each.version for each in self._client.get_server().partitions}
-        missing = [each for each in self._partitions.values() if not versions.get(each.partition_id)]
+        versions = {each.partition_id: each.version for each in self._server.client.get_server().partitions}
+        missing = [each for each in self._server.partitions.values() if not versions.get(each.partition_id)]
         if missing and not has_values:
             raise PreconditionError(
                 "rank 0's parameters are on the meta device: its weights win, so it must have values", reason="VALUES_MISSING"
             )
         self._initialize(missing)
 
+    def _pull_first_values(self) -> None:
+        partitions = list(self._server.partitions.values())
+        self._pulls.pull(partitions, clock=None, wait=_FIRST_VALUES_WAIT, codec=pb.CODEC_RAW)
+
     def _initialize(self, partitions: Sequence[Partition]) -> list[pb.PartitionResult]:
         if not partitions:
             return []
-        return self._client.initialize(self._outgoing(self._payloads.values(partitions)), deadline=self._stream_deadline)
+        return self._server.client.initialize(self._outgoing(self._payloads.values(partitions)), deadline=self._server.stream_deadline())
 
     def _push(
         self, partitions: Sequence[Partition | PushedRows], payloads: Iterable[Payload], iteration: Iteration
     ) -> list[pb.PartitionResult]:
         told = tuple(self._finished_batches)
         outgoing = self._outgoing(payloads, clock=iteration.clock, batch=iteration.batch, finished=told)
-        rows_s = sum(each.data.nbytes for each in partitions if isinstance(each, PushedRows)) / _SLOWEST_BYTES_PER_S
-        results = self._client.push(outgoing, deadline=self._stream_deadline + timedelta(seconds=rows_s))
+        rows_bytes = sum(each.data.nbytes for each in partitions if isinstance(each, PushedRows))
+        results = self._server.client.push(outgoing, deadline=self._server.stream_deadline(rows_bytes))
         if [result.partition_id for result in results] != [partition.partition_id for partition in partitions]:
-            raise InternalError(f"server {self._share.index} acknowledged other partitions than were pushed")
+            raise InternalError(f"server {self.index} acknowledged other partitions than were pushed")
         failpoint("exchange.server_answered")
         del self._finished_batches[: len(told)]
         self._ledger.acknowledged(results)
@@ -346,7 +369,7 @@ class ServerLink:
                 member_id=self._job.member_id,
                 generation=generation,
                 partition_id=partition.partition_id,
-                shard_map_epoch=self._share.epoch,
+                shard_map_epoch=self._server.share.epoch,
                 dtype=pb.Dtype.ValueType(partition.dtype.dtype),
                 codec=pb.Codec.ValueType(payload.codec),
                 length=payload.length,
@@ -363,172 +386,36 @@ class ServerLink:
                 finished = ()
             yield header, payload.data
 
-    def pull_in_turn(self, pulled: set[int]) -> None:
-        """Pulls when this worker may begin its next iteration; with asp that is at once. `pulled`: the partitions that it has pulled for
-        that already, from a server that had them before; they are left as they are, and this server's are added."""
-        if not self._trained:
-            return
-        missing = [each for each in self._trained if each.partition_id not in pulled]
-        if missing:
-            try:
-                self._in_turn("Pull", lambda: self._pull(missing, wait=_TURN_WAIT, in_turn=True))
-            except DeadlineError as error:
-                if error.reason not in _NOT_MY_TURN:
-                    raise
-                return  # the next border lets it go; it needs no newer values for that
-            pulled.update(each.partition_id for each in missing)
-        elif not self._options.in_step:
-            self.advance_clock(self._clock)
-        if self._options.in_step:
-            self._tell(self._clock, has_read=True)
-
-    def _push_in_turn(self, push: Callable[[], AnswerT]) -> AnswerT:
-        """Pushes; with bsp when all have read what it changes. A worker that is to leave does not wait: its batch is dealt again."""
-        try:
-            return self._in_turn("Push", push)
-        except DeadlineError as error:
-            if error.reason in _NOT_MY_TURN and self._job.leaving:
-                raise self._job.departure() from error
-            raise
-
-    def _in_turn(self, method: str, attempt: Callable[[], AnswerT]) -> AnswerT:
-        """Insists on what may have to wait for other workers. Raises DeadlineError (_NOT_MY_TURN) when this one is to leave meanwhile."""
-        waiting_since = accused_at = time.monotonic()
-        while True:
-            try:
-                return self._insist(method, attempt)
-            except DeadlineError as error:
-                if error.reason not in _NOT_MY_TURN or self._job.leaving or self._closing.is_set():
-                    raise
-                now = time.monotonic()
-                if now - accused_at > self._job.straggler_patience.total_seconds():
-                    accused_at = now
-                    _log.warning("held up by a slower worker for %.0f s: %s", now - waiting_since, error)
-                    self._job.accuse_slowest(str(error))
-
-    def _pull(self, partitions: Sequence[Partition], *, in_turn: bool, wait: timedelta = _TURN_WAIT, codec: pb.Codec | None = None) -> None:
-        """`in_turn`: as a member with a clock; else as an onlooker, who waits for no other worker. `codec` None: that of the options."""
-        if not partitions:
-            return  # asking for none would ask for all
-        held = {each.partition_id: self._ledger.held(each.partition_id) for each in partitions}
-        request = self._pull_request(partitions, held, wait=wait, in_turn=in_turn)
-        request.codec = self._incoming.codec if codec is None else codec
-        tensors = {piece.tensor.name: piece.tensor for partition in partitions for piece in partition.pieces}
-        memory = {name: tensor.target() for name, tensor in tensors.items()}
-        self._ledger.pulled(self._receive(request, memory, deadline=self._stream_deadline + wait))
-
-    def _read(self, into: Mapping[str, torch.Tensor]) -> None:
-        request = self._pull_request(list(self._partitions.values()), {}, wait=_TURN_WAIT, in_turn=False)
-        self._receive(request, into, deadline=self._stream_deadline)
-
-    def _receive(self, request: pb.PullRequest, memory: Mapping[str, torch.Tensor], *, deadline: timedelta) -> list[pb.PullHeader]:
-        """Pulls into the tensors' memory, which `memory` has by name."""
-        compressed: dict[int, torch.Tensor] = {}
-
-        def room(header: pb.PullHeader) -> memoryview:
-            partition = self._partitions[header.partition_id]
-            if header.codec == pb.CODEC_RAW:
-                return tensor_bytes(partition.landing(memory))
-            compressed[partition.partition_id] = self._incoming.room(header.codec, partition.length)
-            return tensor_bytes(compressed[partition.partition_id])
-
-        headers = self._client.pull(request, room, deadline=deadline)
-        for header in headers:
-            if not header.unchanged:
-                partition = self._partitions[header.partition_id]
-                if (payload := compressed.get(header.partition_id)) is not None:
-                    self._incoming.decode(payload, partition.landing(memory))
-                partition.landed(memory)
-        return headers
-
-    def _pull_request(self, partitions: Sequence[Partition], held: Mapping[int, int], *, wait: timedelta, in_turn: bool) -> pb.PullRequest:
-        return pb.PullRequest(
-            job_id=self._job.job_id,
-            member_id=self._job.member_id if in_turn else "",
-            generation=self._job.generation if in_turn else 0,
-            shard_map_epoch=self._share.epoch,
-            partitions=[pb.PartitionPull(partition_id=each.partition_id, newer_than=held.get(each.partition_id, 0)) for each in partitions],
-            clock=self._clock,
-            wait_ms=round(wait.total_seconds() * 1000),
-        )
-
-    # ---------------------------------------------------------------------------------------------------------- persistence
-
-    def _insist(self, method: str, attempt: Callable[[], AnswerT]) -> AnswerT:
-        """Repeats `attempt` until it succeeds, and finds out before each repetition where the server stands.
-
-        Raises ShardMapChanged when partitions have moved, DeadlineError when the server was away for longer than `server_timeout`, and what
-        no repetition can cure.
-        """
-        away_since: float | None = None
-        backoff = Backoff(longest_s=_LONGEST_BACKOFF_S)
-        while True:
-            generation = self._job.generation
-            try:
-                if away_since is not None:
-                    self._resynchronize()
-                return attempt()
-            except StaleGenerationError:
-                # The job is on hold, or this member was put out: the coordinator says which.
-                self._job.wait_for_rank(after=generation)
-            except ShoalError as error:
-                if self._closing.is_set() or not self._is_curable(error):
-                    raise
-                away_since = self._away(method, error, since=away_since)
-                if error.reason == _MOVING:
-                    backoff.reset()  # it takes a fraction of a second
-                if self._job.leaving and time.monotonic() - away_since > _LEAVES_AFTER_S:
-                    raise self._job.departure() from error
-                self._closing.wait(backoff.next_s(error))
-
-    def _is_curable(self, error: ShoalError) -> bool:
-        if error.reason in _NOT_MY_TURN or (error.reason == "PARTITION_UNINITIALIZED" and not self._started):
-            return False
-        return isinstance(error, _TRANSIENT) or error.reason in _REWOUND or error.reason == _MOVED
-
-    def _away(self, method: str, error: ShoalError, *, since: float | None) -> float:
-        now = time.monotonic()
-        if since is None:
-            level = logging.INFO if error.reason in (_MOVED, _MOVING) else logging.WARNING
-            _log.log(level, "server %d at %s: %s failed and will be tried again: %s", self._share.index, self._address, method, error)
-            return now
-        patience = self._options.server_timeout.total_seconds()
-        if now - since > patience:
-            raise DeadlineError(
-                f"parameter server {self._share.index} (last seen at {self._address}) was away for more than {patience:.0f} s "
-                f"(server_timeout); start it again with its data directory, or restart the job. The last attempt: {error}",
-                reason="SERVER_AWAY",
-            ) from error
-        return since
+    # ------------------------------------------------------------------------------------------------ where the server stands
 
     def _resynchronize(self) -> None:
         """Finds the server, and out what it holds of what it had acknowledged. Raises what its calls raise."""
-        self._find()
-        state = self._look()
+        self._server.find()
+        state = self._server.look()
         if not state.HasField("optimizer"):
             self._configure()
         if self._revision.number:
             self._set_hyperparameters(self._revision)
         if self._started:
             held = {each.partition_id for each in state.partitions if each.version}
-            empty = [partition for partition in self._partitions.values() if partition.partition_id not in held]
+            empty = [partition for partition in self._server.partitions.values() if partition.partition_id not in held]
             if empty:
                 # A server that has not heard yet that it got partitions of another one has them once it is asked for them, and keeps them.
                 if not all(each.duplicate for each in self._initialize(empty)):
-                    _log.warning("server %d came back without values: it got this worker's; its optimizer state is lost", self._share.index)
-                state = self._look()
+                    _log.warning("server %d came back without values: it got this worker's; its optimizer state is lost", self.index)
+                state = self._server.look()
             # One that has not heard yet that some of its partitions have moved says what it knows of these, too.
-            own = self._partitions.keys() | set(self._share.buckets)
+            own = self._server.partitions.keys() | set(self._server.share.buckets)
             self._rewind(each for each in state.partitions if each.partition_id in own)
 
     def _look_back(self, doubtful: Mapping[int, bool]) -> frozenset[int]:
         """Finds out which of these partitions have a push that was given up. The value: what is pushed next is the same batch, under the
         same number; returns those of them that will take it for that push, and only acknowledge it. With the others goes on behind what
         the server has."""
-        self._find()
-        held = [each for each in self._look().partitions if each.partition_id in doubtful]
+        self._server.find()
+        held = [each for each in self._server.look().partitions if each.partition_id in doubtful]
         if len(held) < len(doubtful):
-            raise UnavailableError(f"server {self._share.index} has not heard yet that it has partitions {sorted(doubtful)}")
+            raise UnavailableError(f"server {self.index} has not heard yet that it has partitions {sorted(doubtful)}")
         there = self._ledger.ahead(held)
         self._payloads.settle(doubtful, applied=there)
         self._ledger.follow(each for each in held if not doubtful[each.partition_id])
@@ -541,33 +428,7 @@ class ServerLink:
             _log.warning(
                 "server %d came back without %d updates of this worker that it had acknowledged (counted by partition), and without those "
                 "of other workers since then; training goes on from what it has. With a data directory of its own it loses none",
-                self._share.index,
+                self.index,
                 lost,
             )
             self._lost(lost)
-
-    def _find(self) -> None:
-        """A server that was restarted may listen elsewhere. Raises ShardMapChanged when partitions have moved, and UnavailableError when
-        one that has some of them is not there yet."""
-        shard_map = self._job.shard_map()
-        if shard_map is None:
-            return
-        addresses = {server.server_index: server.address for server in shard_map.servers if server.address}
-        if shard_map.epoch > self._share.epoch:
-            if missing := sorted({partition.primary for partition in shard_map.partitions} - addresses.keys()):
-                raise UnavailableError(f"servers {missing}, which have partitions now, are not registered", reason="SHARD_MAP_INCOMPLETE")
-            raise ShardMapChanged(shard_map)
-        address = addresses.get(self._share.index)
-        if address is not None and address != self._address:
-            self._client.close()
-            self._address = address
-            self._client = self._job.server_client(address)
-
-    def _look(self) -> pb.GetServerResponse:
-        state = self._client.get_server(member_id=self._job.member_id)
-        if state.job_id != self._job.job_id or state.server_index not in (-1, self._share.index):
-            raise UnavailableError(
-                f"at {self._address} there is server {state.server_index} of job {state.job_id!r}, not server {self._share.index} of "
-                f"{self._job.job_id!r}"
-            )
-        return state

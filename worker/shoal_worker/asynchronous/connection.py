@@ -1,0 +1,74 @@
+"""One parameter server as a worker reaches it: which one it is, what it has, where it listens, and the client that speaks to it.
+
+Here a server is found again that has moved or was started anew. What is said to it, and how often, is not here (server_link.py,
+persistence.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Final
+
+from shoal_common.errors import UnavailableError
+from shoal_protos.v1 import parameter_server_pb2 as pb
+
+from shoal_worker.asynchronous.delivery import ShardMapChanged
+from shoal_worker.asynchronous.job import Job
+from shoal_worker.asynchronous.tensors import Partition, ServerShare
+
+_SLOWEST_BYTES_PER_S: Final = 4 << 20
+"""What a stream's deadline allows for, beside a fixed minute."""
+
+
+class Connection:
+    """Used by one thread at a time, but for `close`."""
+
+    def __init__(self, job: Job, share: ServerShare) -> None:
+        """Does not connect yet."""
+        self._job = job
+        self.address = share.address
+        """Where the server is spoken to."""
+        self.client = job.server_client(share.address)
+        self.adopt(share)
+
+    def adopt(self, share: ServerShare) -> None:
+        """What the server has by the newest shard map. Between calls."""
+        self.share = share
+        self.partitions: Mapping[int, Partition] = {partition.partition_id: partition for partition in share.partitions}
+        self.trained: Sequence[Partition] = [partition for partition in share.partitions if partition.trained]
+        self._stored_bytes = sum(partition.size_bytes for partition in share.partitions)
+
+    def stream_deadline(self, more_bytes: int = 0) -> timedelta:
+        """How long a stream may take of all values of this worker's tensors on the server, and of so many bytes."""
+        return timedelta(seconds=60 + (self._stored_bytes + more_bytes) / _SLOWEST_BYTES_PER_S)
+
+    def find(self) -> None:
+        """A server that was restarted may listen elsewhere. Raises ShardMapChanged when partitions have moved, and UnavailableError when
+        one that has some of them is not there yet."""
+        shard_map = self._job.shard_map()
+        if shard_map is None:
+            return
+        addresses = {server.server_index: server.address for server in shard_map.servers if server.address}
+        if shard_map.epoch > self.share.epoch:
+            if missing := sorted({partition.primary for partition in shard_map.partitions} - addresses.keys()):
+                raise UnavailableError(f"servers {missing}, which have partitions now, are not registered", reason="SHARD_MAP_INCOMPLETE")
+            raise ShardMapChanged(shard_map)
+        address = addresses.get(self.share.index)
+        if address is not None and address != self.address:
+            self.client.close()
+            self.address = address
+            self.client = self._job.server_client(address)
+
+    def look(self) -> pb.GetServerResponse:
+        state = self.client.get_server(member_id=self._job.member_id)
+        if state.job_id != self._job.job_id or state.server_index not in (-1, self.share.index):
+            raise UnavailableError(
+                f"at {self.address} there is server {state.server_index} of job {state.job_id!r}, not server {self.share.index} of "
+                f"{self._job.job_id!r}"
+            )
+        return state
+
+    def close(self) -> None:
+        """Ends calls in progress. Idempotent. Any thread may call it."""
+        self.client.close()

@@ -1,0 +1,127 @@
+"""Persistence with one parameter server: a call is repeated until it succeeds, or nothing can cure it.
+
+Before each repetition it is found out where the server stands, which its `ServerLink` knows how to do. Nothing of a call's content is here.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Final, TypeVar
+
+from shoal_common.backoff import Backoff
+from shoal_common.errors import CorruptDataError, DeadlineError, ShoalError, StaleGenerationError, UnavailableError
+
+from shoal_worker.asynchronous.connection import Connection
+from shoal_worker.asynchronous.job import Job
+
+_log = logging.getLogger(__name__)
+
+_LONGEST_BACKOFF_S: Final = 1.0
+_LEAVES_AFTER_S: Final = 5.0
+"""A worker that is to leave waits no longer for a server that is away. Its batch is dealt again."""
+TRANSIENT: Final = (UnavailableError, DeadlineError, CorruptDataError)
+NOT_MY_TURN: Final = frozenset({"SSP_WAIT_TIMEOUT", "BSP_WAIT_TIMEOUT"})
+_REWOUND: Final = frozenset({"SEQUENCE_GAP", "BASE_VERSION_AHEAD", "PARTITION_UNINITIALIZED", "OPTIMIZER_UNCONFIGURED"})
+"""Refusals that mean: the server has lost something that it had acknowledged."""
+_MOVED: Final = "STALE_SHARD_MAP"
+"""Refusal that means: partitions have moved since this worker asked for the shard map."""
+_MOVING: Final = "PARTITION_MOVING"
+
+AnswerT = TypeVar("AnswerT")
+
+
+class Persistence:
+    """Used by one thread at a time."""
+
+    def __init__(
+        self,
+        job: Job,
+        connection: Connection,
+        *,
+        patience: timedelta,
+        closing: threading.Event,
+        started: Callable[[], bool],
+        resynchronize: Callable[[], None],
+    ) -> None:
+        """`patience`: how long a server may be away. `closing`: set when nothing is to be waited for any more. `started`: whether all that
+        the server has of this worker's tensors has had values. `resynchronize`: finds out where the server stands; raises what its calls
+        raise, and ShardMapChanged."""
+        self._job = job
+        self._connection = connection
+        self._patience = patience
+        self._closing = closing
+        self._started = started
+        self._resynchronize = resynchronize
+
+    def insist(self, method: str, attempt: Callable[[], AnswerT]) -> AnswerT:
+        """Repeats `attempt` until it succeeds, and finds out before each repetition where the server stands.
+
+        Raises ShardMapChanged when partitions have moved, DeadlineError when the server was away for longer than `server_timeout`, and what
+        no repetition can cure.
+        """
+        away_since: float | None = None
+        backoff = Backoff(longest_s=_LONGEST_BACKOFF_S)
+        while True:
+            generation = self._job.generation
+            try:
+                if away_since is not None:
+                    self._resynchronize()
+                return attempt()
+            except StaleGenerationError:
+                # The job is on hold, or this member was put out: the coordinator says which.
+                self._job.wait_for_rank(after=generation)
+            except ShoalError as error:
+                if self._closing.is_set() or not self._is_curable(error):
+                    raise
+                away_since = self._away(method, error, since=away_since)
+                if error.reason == _MOVING:
+                    backoff.reset()  # it takes a fraction of a second
+                if self._job.leaving and time.monotonic() - away_since > _LEAVES_AFTER_S:
+                    raise self._job.departure() from error
+                self._closing.wait(backoff.next_s(error))
+
+    def _is_curable(self, error: ShoalError) -> bool:
+        if error.reason in NOT_MY_TURN or (error.reason == "PARTITION_UNINITIALIZED" and not self._started()):
+            return False
+        return isinstance(error, TRANSIENT) or error.reason in _REWOUND or error.reason == _MOVED
+
+    def _away(self, method: str, error: ShoalError, *, since: float | None) -> float:
+        now, server = time.monotonic(), self._connection
+        if since is None:
+            level = logging.INFO if error.reason in (_MOVED, _MOVING) else logging.WARNING
+            _log.log(
+                level,
+                "server %d at %s: %s failed and will be tried again: %s",
+                server.share.index,
+                server.address,
+                method,
+                error,
+            )
+            return now
+        patience = self._patience.total_seconds()
+        if now - since > patience:
+            raise DeadlineError(
+                f"parameter server {server.share.index} (last seen at {server.address}) was away for more than {patience:.0f} s "
+                f"(server_timeout); start it again with its data directory, or restart the job. The last attempt: {error}",
+                reason="SERVER_AWAY",
+            ) from error
+        return since
+
+    def in_turn(self, method: str, attempt: Callable[[], AnswerT]) -> AnswerT:
+        """Insists on what may have to wait for other workers. Raises DeadlineError (NOT_MY_TURN) when this one is to leave meanwhile."""
+        waiting_since = accused_at = time.monotonic()
+        while True:
+            try:
+                return self.insist(method, attempt)
+            except DeadlineError as error:
+                if error.reason not in NOT_MY_TURN or self._job.leaving or self._closing.is_set():
+                    raise
+                now = time.monotonic()
+                if now - accused_at > self._job.straggler_patience.total_seconds():
+                    accused_at = now
+                    _log.warning("held up by a slower worker for %.0f s: %s", now - waiting_since, error)
+                    self._job.accuse_slowest(str(error))

@@ -15,10 +15,10 @@ import json
 import logging
 import os
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, ExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from shoal_common.errors import ConfigurationError, InternalError, UnavailableError
@@ -44,6 +44,7 @@ from shoal_ps_server.service.pulls import Pulls
 from shoal_ps_server.service.requests import UploadKind
 from shoal_ps_server.service.servicer import ALLOWED_ROLES, SERVICE, Identity, ParameterServerServicer
 from shoal_ps_server.service.staging import Staging
+from shoal_ps_server.service.standing import Standing
 from shoal_ps_server.service.tickets import Tickets
 from shoal_ps_server.service.transfers import Transfers
 from shoal_ps_server.session import CoordinatorSession, MoveOrder, Place, Registration, this_process
@@ -60,9 +61,6 @@ from shoal_ps_server.storage.moves import Moves
 from shoal_ps_server.storage.recovery import Recovered
 
 logger = logging.getLogger(__name__)
-
-_PLACE_WAIT: Final = timedelta(seconds=5)
-"""How long a request may wait for the coordinator's word on what this server is."""
 
 
 async def serve(settings: PsServerSettings, stop: asyncio.Event) -> None:
@@ -95,9 +93,6 @@ class ParameterServer:
         self._identity = Identity(job_id=settings.job, server_id=settings.server_id)
         self._directory = directory
         self._recovered = recovered
-        self._server_index = None if recovered.layout is None else recovered.layout.server_index
-        self._is_registered = False
-        """The coordinator has welcomed this process: whatever was told of its place since is of `_server_index`."""
         self._registry = CollectorRegistry()
         self._metrics = Metrics(self._registry)
         self._shard = recovered.shard
@@ -116,9 +111,13 @@ class ParameterServer:
             metrics=self._metrics,
             noted=recovered.backup,
         )
-        self._knows_its_place = asyncio.Event()
-        if recovered.layout is not None and not recovered.backup:
-            self._knows_its_place.set()  # else another server may have the place by now
+        self._standing = Standing(
+            job_id=settings.job,
+            recovered=recovered,
+            has_journal=directory is not None,
+            layouts=self._layouts,
+            backup=self._backup,
+        )
         self._changes = Changes(shard=self._shard, layout=lambda: self._layouts.current, members=self._members)
         self._pulls = Pulls(
             shard=self._shard,
@@ -138,7 +137,7 @@ class ParameterServer:
         )
         transfers = Transfers(
             job_id=settings.job,
-            check_place=self._check_place,
+            check_place=self._standing.check,
             layouts=self._layouts,
             intake=Intake(
                 job_id=settings.job,
@@ -182,8 +181,8 @@ class ParameterServer:
             receiver=self._receiver,
             changes=self._changes,
             backup=self._backup,
-            with_backups=lambda: self._with_backups,
-            check_place=self._check_place,
+            with_backups=lambda: self._standing.with_backups,
+            check_place=self._standing.check,
             metrics=self._metrics,
             tokens=settings.token_table,
             configuration=recovered.configuration,
@@ -191,11 +190,6 @@ class ParameterServer:
         self._session: CoordinatorSession | None = None
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Has an exception when memory lacks what the journal has."""
-        self._epoch = 0
-        """Newest one of this server's place."""
-        self._with_backups = False
-        self._replaced = asyncio.Event()
-        """Set when the coordinator says that this server is a backup."""
 
     async def run(self, stop: asyncio.Event) -> bool:
         """Serves until `stop` is set or the job is over, then drains, and writes a last snapshot unless a backup has all that this server
@@ -229,9 +223,9 @@ class ParameterServer:
             stack.push_async_callback(self._session.close)
             self._write_port_file(grpc_port, http)
             await self._until_over(stop, self._session)
-            if self._replaced.is_set():
+            if self._standing.replaced.is_set():
                 self._changes.give_up(UnavailableError("another server has taken this one's place", reason="PLACE_UNKNOWN"))
-        return self._replaced.is_set()
+        return self._standing.replaced.is_set()
 
     def _open_journal(self) -> None:
         if self._directory is None:
@@ -258,7 +252,7 @@ class ParameterServer:
     async def _last_snapshot(self) -> None:
         if self._broken.done():
             self._broken.result()  # a snapshot would lack the change, and do away with the journal that has it
-        if self._replaced.is_set() or self._changes.is_broken:  # another server has all this, or the journal has more
+        if self._standing.replaced.is_set() or self._changes.is_broken:  # another server has all this, or the journal has more
             await self._snapshots.idle()
         else:
             await self._snapshots.write_if_changed()
@@ -273,31 +267,9 @@ class ParameterServer:
 
     def welcomed(self, server_index: int, *, with_backups: bool) -> None:
         """The session is open."""
-        if with_backups and self._directory is None:
-            raise ConfigurationError("the job's parameter servers have backups, which need a journal: start each with --data-dir")
-        self._with_backups = with_backups
-        if self._recovered.backup and not self._is_registered:
-            self._server_index = server_index  # what it holds may be of no use any more: that is said with the place
-        if self._server_index is not None and server_index != self._server_index and not self._has_given_all():
-            raise ConfigurationError(
-                f"the coordinator takes this for server {server_index} of job {self._settings.job!r}, but it holds the "
-                f"partitions of server {self._server_index}; start it with the data directory of its server id, or an empty one"
-            )
-        if self._is_registered and server_index != self._server_index:
-            raise ConfigurationError(
-                f"the coordinator takes this process for server {server_index} of job {self._settings.job!r}; it was server "
-                f"{self._server_index}, and others have all that it held: start it anew, as it is"
-            )
-        if self._layouts.current is not None and self._layouts.current.server_index != server_index:
-            self._layouts.becomes(None)  # it was another server, which has nothing any more
-        self._server_index, self._is_registered = server_index, True
+        self._standing.welcomed(server_index, with_backups=with_backups)
         self._metrics.coordinator_connected.set(1)
         logger.info("registered with the coordinator", extra={"server_index": server_index})
-
-    def _has_given_all(self) -> bool:
-        """Others have all that was here: the job can have this server for a new one."""
-        leaving = frozenset() if self._moves.leaving is None else self._moves.leaving.partitions
-        return leaving.issuperset(self._shard.partition_ids())
 
     def disconnected(self) -> None:
         """The session is broken; training goes on."""
@@ -322,18 +294,7 @@ class ParameterServer:
 
     def placed(self, place: Place) -> None:
         """What this server is."""
-        if place.epoch < self._epoch:
-            logger.error("the coordinator has lost an epoch of this server's place", extra={"known": self._epoch, "told": place.epoch})
-            self._knows_its_place.clear()  # another server may have been told what this one was
-            return
-        self._epoch = place.epoch
-        if place.follows:
-            logger.info("this server is a backup", extra={"epoch": place.epoch})
-            self._replaced.set()
-        elif not self._backup.placed(place):
-            self._knows_its_place.clear()
-            return
-        self._knows_its_place.set()
+        self._standing.placed(place)
 
     def settled(self, move: int, epoch: int) -> None:
         """The coordinator has decided on all moves up to this one."""
@@ -382,17 +343,6 @@ class ParameterServer:
             layout_of=self._layouts.at_least,
             agree=agree,
         )
-
-    async def _check_place(self) -> None:
-        if not self._knows_its_place.is_set():
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_PLACE_WAIT.total_seconds()):
-                    await self._knows_its_place.wait()
-        if self._replaced.is_set() or not self._knows_its_place.is_set() or self._backup.is_cut_off:
-            raise UnavailableError(
-                "this server does not know whether it or a backup is to serve; ask the coordinator for the one that does, and try again",
-                reason="PLACE_UNKNOWN",
-            )
 
     async def _adopt_layout(self, layout: Layout) -> None:
         """Raises as `Moves.check`, and UnavailableError: JOURNAL_FAILED, CHANGE_PENDING."""
@@ -469,7 +419,7 @@ class ParameterServer:
         stopped = asyncio.create_task(stop.wait())
         held = asyncio.create_task(session.run())
         snapshots = asyncio.create_task(self._snapshots.periodically(self._settings.snapshot_interval))
-        replaced = asyncio.create_task(self._replaced.wait())
+        replaced = asyncio.create_task(self._standing.replaced.wait())
         moving = asyncio.create_task(self._mover.run())
         tasks: list[asyncio.Task[Any]] = [stopped, held, snapshots, replaced, moving]
         ends: list[asyncio.Future[Any]] = [*tasks, self._broken]
@@ -477,7 +427,7 @@ class ParameterServer:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
-            if not self._replaced.is_set():
+            if not self._standing.replaced.is_set():
                 reason = f"the job is over: {held.result()}" if held in done else "asked to"
                 logger.info("stopping", extra={"reason": reason})
         finally:

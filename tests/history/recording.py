@@ -316,8 +316,8 @@ def recording_server(recorder: Recorder) -> type[ParameterServer]:
     class RecordingServer(ParameterServer):
         def placed(self, place: Place) -> None:
             super().placed(place)
-            told = {"index": self._server_index, "epoch": place.epoch, "follows": place.follows}
-            recorder.write("placed", **told, span=self._shard.span, serves=not place.follows and self._knows_its_place.is_set())
+            told = {"index": self._standing.server_index, "epoch": place.epoch, "follows": place.follows}
+            recorder.write("placed", **told, span=self._shard.span, serves=not place.follows and self._standing.is_known)
 
     return RecordingServer
 

@@ -17,9 +17,9 @@ from shoal_common.errors import ShoalError, UnavailableError
 from shoal_common.wire import decode_follow_chunk
 from shoal_protos.v1 import coordinator_pb2
 from shoal_protos.v1 import parameter_server_pb2 as pb
-from shoal_ps_server import server as server_module
 from shoal_ps_server.replication.items import FORMAT_VERSION
 from shoal_ps_server.replication.primary import Backup
+from shoal_ps_server.service import standing
 
 from tests.integration.ps_server.conftest import Cluster, Running, ScriptedCoordinator, wait_until
 
@@ -176,7 +176,7 @@ def test_a_primary_that_its_backup_has_left_serves_nobody_until_the_coordinator_
 
 
 def test_a_server_that_was_a_backup_asks_the_coordinator_before_it_serves(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "_PLACE_WAIT", timedelta(milliseconds=50))
+    monkeypatch.setattr(standing, "_PLACE_WAIT", timedelta(milliseconds=50))
     member = primary(cluster)
     member.push(1.0)
     other = ScriptedCoordinator()
@@ -207,7 +207,7 @@ def test_a_server_that_was_a_backup_asks_the_coordinator_before_it_serves(cluste
 def test_a_primary_that_was_started_anew_does_not_serve_beside_a_backup_that_is_taken_for_in_sync(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_module, "_PLACE_WAIT", timedelta(milliseconds=50))
+    monkeypatch.setattr(standing, "_PLACE_WAIT", timedelta(milliseconds=50))
     primary(cluster)
     with follower(cluster) as following:
         in_sync(cluster, following)

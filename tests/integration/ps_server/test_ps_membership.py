@@ -21,7 +21,7 @@ from shoal_common.errors import (
 )
 from shoal_common.wire import encode_push_chunk
 from shoal_protos.v1 import parameter_server_pb2 as pb
-from shoal_ps_server import server
+from shoal_ps_server.service import standing
 
 LONG = timedelta(seconds=30)
 
@@ -223,7 +223,7 @@ def test_the_coordinator_hears_how_much_is_stored(cluster) -> None:
 
 
 def test_before_the_coordinator_has_spoken_callers_are_told_to_try_again(cluster, monkeypatch) -> None:
-    monkeypatch.setattr(server, "_PLACE_WAIT", timedelta(milliseconds=50))
+    monkeypatch.setattr(standing, "_PLACE_WAIT", timedelta(milliseconds=50))
     cluster.coordinator.stop()
     cluster.coordinator.shard_map = None
     client = cluster.unregistered()

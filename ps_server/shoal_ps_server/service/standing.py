@@ -1,0 +1,111 @@
+"""What a server is by the coordinator's word: which one of its job, and whether it is to serve.
+
+A server that does not know serves nobody, since another one may have been told by now what this one was. What follows from a place is not
+here: it is served by `ParameterServer`, or followed as a `Standby`. Belongs to the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from datetime import timedelta
+from typing import Final
+
+from shoal_common.errors import ConfigurationError, UnavailableError
+
+from shoal_ps_server.replication.primary import Backup
+from shoal_ps_server.service.layouts import Layouts
+from shoal_ps_server.session import Place
+from shoal_ps_server.shard.shard import Shard
+from shoal_ps_server.storage.moves import Moves
+from shoal_ps_server.storage.recovery import Recovered
+
+logger = logging.getLogger(__name__)
+
+_PLACE_WAIT: Final = timedelta(seconds=5)
+"""How long a request may wait for the coordinator's word on what this server is."""
+
+
+class Standing:
+    """A primary's, from its start until it is told that it is one no more."""
+
+    def __init__(self, *, job_id: str, recovered: Recovered, has_journal: bool, layouts: Layouts, backup: Backup) -> None:
+        """`recovered`: what the server holds, of which `layouts` and `backup` are."""
+        self._job_id = job_id
+        self._held_backup = recovered.backup
+        self._has_journal = has_journal
+        self._shard: Shard = recovered.shard
+        self._moves: Moves = recovered.moves
+        self._layouts = layouts
+        self._backup = backup
+        self.server_index = None if recovered.layout is None else recovered.layout.server_index
+        self._is_registered = False
+        """The coordinator has welcomed this process: whatever was told of its place since is of `server_index`."""
+        self._epoch = 0
+        """Newest one of this server's place."""
+        self.with_backups = False
+        """The job's servers have some."""
+        self._known = asyncio.Event()
+        if recovered.layout is not None and not recovered.backup:
+            self._known.set()  # else another server may have the place by now
+        self.replaced = asyncio.Event()
+        """Set when the coordinator says that this server is a backup."""
+
+    @property
+    def is_known(self) -> bool:
+        """The coordinator has said what this server is, or nobody else can be it."""
+        return self._known.is_set()
+
+    def welcomed(self, server_index: int, *, with_backups: bool) -> None:
+        """See `Listener`."""
+        if with_backups and not self._has_journal:
+            raise ConfigurationError("the job's parameter servers have backups, which need a journal: start each with --data-dir")
+        self.with_backups = with_backups
+        if self._held_backup and not self._is_registered:
+            self.server_index = server_index  # what it holds may be of no use any more: that is said with the place
+        if self.server_index is not None and server_index != self.server_index and not self._has_given_all():
+            raise ConfigurationError(
+                f"the coordinator takes this for server {server_index} of job {self._job_id!r}, but it holds the "
+                f"partitions of server {self.server_index}; start it with the data directory of its server id, or an empty one"
+            )
+        if self._is_registered and server_index != self.server_index:
+            raise ConfigurationError(
+                f"the coordinator takes this process for server {server_index} of job {self._job_id!r}; it was server "
+                f"{self.server_index}, and others have all that it held: start it anew, as it is"
+            )
+        if self._layouts.current is not None and self._layouts.current.server_index != server_index:
+            self._layouts.becomes(None)  # it was another server, which has nothing any more
+        self.server_index, self._is_registered = server_index, True
+
+    def _has_given_all(self) -> bool:
+        """Others have all that was here: the job can have this server for a new one."""
+        leaving = frozenset() if self._moves.leaving is None else self._moves.leaving.partitions
+        return leaving.issuperset(self._shard.partition_ids())
+
+    def placed(self, place: Place) -> None:
+        """See `Listener`."""
+        if place.epoch < self._epoch:
+            logger.error("the coordinator has lost an epoch of this server's place", extra={"known": self._epoch, "told": place.epoch})
+            self._known.clear()  # another server may have been told what this one was
+            return
+        self._epoch = place.epoch
+        if place.follows:
+            logger.info("this server is a backup", extra={"epoch": place.epoch})
+            self.replaced.set()
+        elif not self._backup.placed(place):
+            self._known.clear()
+            return
+        self._known.set()
+
+    async def check(self) -> None:
+        """Returns where this server is to serve, which it may have to wait for. Raises UnavailableError: PLACE_UNKNOWN."""
+        if not self._known.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_PLACE_WAIT.total_seconds()):
+                    await self._known.wait()
+        if self.replaced.is_set() or not self._known.is_set() or self._backup.is_cut_off:
+            raise UnavailableError(
+                "this server does not know whether it or a backup is to serve; ask the coordinator for the one that does, and try again",
+                reason="PLACE_UNKNOWN",
+            )

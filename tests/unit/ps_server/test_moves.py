@@ -643,6 +643,7 @@ def test_a_fresh_receiver_goes_on_with_the_givers_clocks_fence_and_batches(make,
                 clocks.report(member, finished)
             clocks.rest("c")
             clocks.open(5)
+            clocks.has_pushed("b")  # by whose count a joiner finds out where it begins on each server
             fence = Fence.restored(generation=4, members="abc", put_out={"z": 2, "a": 1})
             giver.server.members = Members.of(fence, clocks)
             giver.server.shard.add_batches([(50, 60)])

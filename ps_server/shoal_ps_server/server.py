@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry
-from shoal_common.errors import ConfigurationError, InternalError, UnavailableError
+from shoal_common.errors import ConfigurationError, CorruptDataError, InternalError, InvalidRequestError, UnavailableError
 from shoal_common.failpoints import failpoint
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.rpc.server import RpcServer, ServerSettings
@@ -72,13 +72,23 @@ async def serve(settings: PsServerSettings, stop: asyncio.Event) -> None:
     """
     with ExitStack() as stack:
         directory = None if settings.data_dir is None else stack.enter_context(DataDirectory(settings.data_dir))
-        recovered = _with_nothing() if directory is None else directory.recover(job_id=settings.job, server_id=settings.server_id)
-        while await ParameterServer(settings, directory, recovered).run(stop):
+        recovered = _with_nothing() if directory is None else await _recover(settings, directory, stop)
+        while recovered is not None and await ParameterServer(settings, directory, recovered).run(stop):
             assert directory is not None, "a server without one refuses to be in a job with backups"
-            taken_over = await Standby(settings, directory).run(stop)
-            if taken_over is None:
-                return
-            recovered = taken_over
+            recovered = await Standby(settings, directory).run(stop)
+
+
+async def _recover(settings: PsServerSettings, directory: DataDirectory, stop: asyncio.Event) -> Recovered | None:
+    """What this server held. What cannot be read is no loss where the coordinator says that this server is a backup: it gets all anew from
+    its primary then. None: `stop` was set, or the job is over. Raises as `serve`."""
+    try:
+        return directory.recover(job_id=settings.job, server_id=settings.server_id)
+    except CorruptDataError as unreadable:
+        logger.error("the data directory cannot be read; asking the coordinator whether this is a backup", extra={"error": unreadable})
+        try:
+            return await Standby(settings, directory).run(stop)
+        except InvalidRequestError as error:  # one that serves nobody has no business in a job without backups
+            raise unreadable from error
 
 
 def _with_nothing() -> Recovered:

@@ -73,11 +73,16 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self._server: grpc.Server | None = None
         self._lock = threading.Lock()
 
+    @property
+    def address(self) -> str:
+        """Where it listens, or will: host:port."""
+        return f"127.0.0.1:{self._reserved.port}"
+
     def start(self) -> str:
         """Serves; returns host:port."""
         self._server = grpc.server(ThreadPoolExecutor(8))
         coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self, self._server)
-        address = f"127.0.0.1:{self._reserved.port}"
+        address = self.address
         if self.credentials is None:
             self._server.add_insecure_port(address)
         else:
@@ -348,7 +353,8 @@ class _Noted(ParameterServer):
 class Running:
     """One server on an event loop of its own thread."""
 
-    def __init__(self, directory: Path, **settings: Any) -> None:
+    def __init__(self, directory: Path, *, until_serving: bool = True, **settings: Any) -> None:
+        """`until_serving`: waits until it serves, which a backup may never do."""
         port_file = directory / f"port-{time.monotonic_ns()}"
         defaults = {"job": JOB, "server_id": "server", "port_file": port_file, "snapshot_interval": "0s"}
         self.settings = PsServerSettings.load(**{**defaults, **settings})
@@ -358,6 +364,8 @@ class Running:
         self.failure: BaseException | None = None
         self.thread = threading.Thread(target=self._run, name="test-ps-server", daemon=True)
         self.thread.start()
+        if not until_serving:
+            return
         wait_until(lambda: port_file.exists() or self.failure, "the server to serve")
         # One that has served, and failed since, is the test's business.
         if self.failure is not None and not port_file.exists():

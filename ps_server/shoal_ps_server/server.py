@@ -4,6 +4,7 @@ event loop        everything that changes: partitions, membership (fence, clocks
                   bulk connections (service/bulk.py)
 gRPC's threads    sockets and HTTP/2 framing
 HTTP threads      /metrics and /healthz
+a thread          TLS handshakes of bulk connections
 the journal's     writing changes before they are made, and syncing them
 a pool thread     writing a snapshot that was copied before
 """
@@ -37,6 +38,7 @@ from shoal_ps_server.replication.primary import Backup
 from shoal_ps_server.replication.standby import Standby
 from shoal_ps_server.replication.taking import Receiver
 from shoal_ps_server.service.bulk import BulkServer
+from shoal_ps_server.service.descriptors import BulkShare
 from shoal_ps_server.service.intake import Intake
 from shoal_ps_server.service.layouts import Layouts
 from shoal_ps_server.service.mover import Mover
@@ -178,8 +180,11 @@ class ParameterServer:
             changes=self._changes,
             report=self._report_move,
         )
-        tickets = Tickets()
-        self._bulk = BulkServer(tickets=tickets, transfers=transfers, metrics=self._metrics, tls=settings.tls)
+        share = BulkShare.of_this_process()
+        tickets = Tickets(most_together=share.connections)
+        self._bulk = BulkServer(
+            tickets=tickets, transfers=transfers, metrics=self._metrics, tls=settings.tls, most_strangers=share.strangers
+        )
         self._servicer = ParameterServerServicer(
             identity=self._identity,
             shard=self._shard,

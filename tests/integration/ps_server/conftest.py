@@ -419,13 +419,15 @@ def cluster(tmp_path: Path, transport: Transport, monkeypatch: pytest.MonkeyPatc
 class ServerProcess:
     """`python -m shoal_ps_server`, as launchers start it."""
 
-    def __init__(self, directory: Path, *flags: str) -> None:
+    def __init__(self, directory: Path, *flags: str, most_descriptors: int | None = None) -> None:
+        """`most_descriptors`: the limit of its open files; None: this process's."""
         self._port_file = directory / f"port-{time.monotonic_ns()}"
         self._log = directory / f"log-{time.monotonic_ns()}"
         environment = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
+        limited = [] if most_descriptors is None else ["sh", "-c", f'ulimit -n {most_descriptors}; exec "$@"', "sh"]
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "shoal_ps_server", "--port-file", str(self._port_file), *flags],
+                [*limited, sys.executable, "-m", "shoal_ps_server", "--port-file", str(self._port_file), *flags],
                 stderr=log,
                 env={**environment, "OMP_NUM_THREADS": "1"},
             )
@@ -457,11 +459,11 @@ class ServerProcess:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
-    """start(*flags) -> ServerProcess"""
+    """start(*flags, most_descriptors) -> ServerProcess"""
     started: list[ServerProcess] = []
 
-    def start_one(*flags: str) -> ServerProcess:
-        started.append(ServerProcess(tmp_path, *flags))
+    def start_one(*flags: str, most_descriptors: int | None = None) -> ServerProcess:
+        started.append(ServerProcess(tmp_path, *flags, most_descriptors=most_descriptors))
         return started[-1]
 
     yield start_one

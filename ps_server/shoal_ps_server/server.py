@@ -383,9 +383,9 @@ class ParameterServer:
         if self._session is not None:
             self._session.report_backup(epoch=epoch, in_sync=in_sync, reason=reason)
 
-    def _report_move(self, move: int, *, receiver: str = "", reason: str = "") -> None:
+    def _report_move(self, move: int, *, receiver: str = "", reason: str = "", giver_failed: bool = False) -> None:
         if self._session is not None:
-            self._session.report_move(move, receiver=receiver, reason=reason)
+            self._session.report_move(move, receiver=receiver, reason=reason, giver_failed=giver_failed)
 
     def _receiver(self, agree: Callable[[Configuration], Awaitable[Configuration]]) -> Receiver:
         return Receiver(

@@ -6,7 +6,7 @@ import asyncio
 import json
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +17,7 @@ import grpc.aio
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
-from shoal_common.errors import InvalidRequestError, PreconditionError, ShoalError, UnavailableError
+from shoal_common.errors import InvalidRequestError, PreconditionError, ShoalError, UnavailableError, UnknownResourceError
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2
 from shoal_protos.v1 import parameter_server_pb2 as pb
@@ -26,7 +26,7 @@ from shoal_ps_server.consistency.clocks import Clocks, Consistency, ConsistencyM
 from shoal_ps_server.consistency.fence import Fence
 from shoal_ps_server.consistency.membership import Membership
 from shoal_ps_server.metrics import Metrics
-from shoal_ps_server.replication.giving import Giver
+from shoal_ps_server.replication.giving import Giver, NotTaken
 from shoal_ps_server.replication.items import FORMAT_VERSION, PARTITION, RECORD, STATE, WHOLE, received_items
 from shoal_ps_server.replication.primary import Backup
 from shoal_ps_server.replication.taking import Receiver
@@ -44,7 +44,7 @@ from shoal_ps_server.storage.record import Record, read_all
 from shoal_ps_server.storage.recovery import LEAVING, PUSH, SETTLED, TAKEN, Recovered, Replay, settled_record
 from shoal_ps_server.storage.snapshot import partition_from_bytes
 
-from tests.unit.ps_server.journaled import ADAMW, JOB, SERVER, Journaled, file, opened, run, same, state_of
+from tests.unit.ps_server.journaled import ADAMW, JOB, SERVER, Journaled, file, largest_file, opened, run, same, state_of
 
 ORDER = MoveOrder(move=1, partition_ids=frozenset({1, 3}), receiver_index=1, receiver_address="there:1", giver_incarnation=incarnation())
 MEMBERS = Members(generation=4, members=frozenset("abc"), put_out={"z": 2})
@@ -505,7 +505,7 @@ def test_what_is_not_taken_is_served_on(make, tmp_path) -> None:
                 raise UnavailableError("the receiver is gone")
 
             giver.giver.transfer = fail
-            with pytest.raises(UnavailableError, match="gone"):
+            with pytest.raises(NotTaken, match="gone"):
                 await giver.giver.give(ORDER)
             await history.push(giver.server, 3)
 
@@ -515,19 +515,20 @@ def test_what_is_not_taken_is_served_on(make, tmp_path) -> None:
 
             giver.giver.transfer = stands
             giver.giver._idle_limit_s = 0.01
-            with pytest.raises(UnavailableError, match=r"took nothing for 0\.01 s"):
+            with pytest.raises(NotTaken, match=r"took nothing for 0\.01 s"):
                 await giver.giver.give(replace(ORDER, move=2))
             await history.push(giver.server, 4)
             for wrong, reason in (
                 (replace(ORDER, move=3, partition_ids=frozenset({9})), "LAYOUT_CONFLICT"),
                 (replace(ORDER, move=3, receiver_index=0), "LAYOUT_CONFLICT"),
                 (replace(ORDER, move=2), "MOVE_GIVEN_UP"),
-                (replace(ORDER, move=4, receiver_address=""), "RECEIVER_AWAY"),
                 (replace(ORDER, move=5, giver_incarnation="another"), "MOVE_GIVEN_UP"),
             ):
                 with pytest.raises(ShoalError) as caught:
                     await giver.giver.give(wrong)
                 assert caught.value.reason == reason
+            with pytest.raises(NotTaken, match="server 1 is away"):
+                await giver.giver.give(replace(ORDER, move=6, receiver_address=""))
             await history.push(giver.server, 5)
             assert history.has(giver.server.shard)
 
@@ -572,9 +573,9 @@ def test_what_a_receiver_cannot_have_it_refuses_and_the_giver_serves_on(make, tm
         async with two(tmp_path, make) as (giver, receiver, _):
 
             async def refused(move: int, kind: type[ShoalError], reason: str) -> None:
-                with pytest.raises(kind) as caught:
+                with pytest.raises(NotTaken) as caught:
                     await giver.hand_over(receiver, replace(ORDER, move=move))
-                assert caught.value.reason == reason
+                assert (type(caught.value.error), caught.value.error.reason) == (kind, reason)
                 assert not giver.server.shard.frozen
                 assert receiver.server.moves.taken is None
 
@@ -587,7 +588,7 @@ def test_what_a_receiver_cannot_have_it_refuses_and_the_giver_serves_on(make, tm
             await refused(2, PreconditionError, "OPTIMIZER_CONFLICT")
             receiver.server.configuration = own
             receiver.receiver._job_id = "other"
-            await refused(3, ShoalError, "JOB_UNKNOWN")
+            await refused(3, UnknownResourceError, "JOB_UNKNOWN")
             receiver.receiver._job_id = JOB
             receiver.server.moves.settled = 4
             await refused(4, PreconditionError, "MOVE_SETTLED")
@@ -800,8 +801,9 @@ class Told:
             moves=moved.server.moves, giver=moved.giver, layouts=moved.layouts, changes=moved.server.changes, report=self._report
         )
 
-    def _report(self, move: int, *, receiver: str = "", reason: str = "") -> None:
+    def _report(self, move: int, *, receiver: str = "", reason: str = "", giver_failed: bool = False) -> None:
         self.reports.append((move, receiver, reason))
+        self.blames_itself = giver_failed
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Mover]:
@@ -915,8 +917,47 @@ def test_a_giver_that_cannot_put_together_what_it_sends_says_so_and_serves_on(ma
                 await until(lambda: bool(told.reports))
             assert told.reports[0][1] == ""
             assert "could not be put together" in told.reports[0][2]
+            assert told.blames_itself
             await history.push(giver.server, 3)
         await server.stop(None)
+
+    run(test())
+
+
+def test_a_giver_says_whether_it_is_to_blame_that_partitions_were_not_taken(make, tmp_path) -> None:
+    """Else the receivers would be left out, one after another, for a giver whose disk is full."""
+
+    async def test() -> None:
+        async with two(tmp_path, make) as (giver, receiver, history):
+            told = Told(giver)
+            giver.gives_to(receiver)
+            takes = giver.giver.transfer
+            assert takes is not None
+            async with told.running() as mover:
+                with ExitStack() as disk:
+
+                    async def taken_and_full(order: MoveOrder, progress: Callable[[], None]) -> str:
+                        incarnation = await takes(order, progress)
+                        disk.enter_context(largest_file(10))
+                        return incarnation
+
+                    giver.giver.transfer = taken_and_full
+                    mover.ordered(ORDER)
+                    await until(lambda: bool(told.reports))
+                assert told.reports[0][:2] == (1, "")
+                assert told.reports[0][2].startswith("JOURNAL_FAILED")
+                assert told.blames_itself
+
+                async def refuses(order: MoveOrder, progress: Callable[[], None]) -> str:
+                    raise UnavailableError("its disk is full, too", reason="JOURNAL_FAILED")
+
+                giver.giver.transfer = refuses
+                mover.ordered(replace(ORDER, move=2))
+                await until(lambda: len(told.reports) == 2)
+                assert told.reports[1] == (2, "", "JOURNAL_FAILED: its disk is full, too")
+                assert not told.blames_itself
+            await history.push(giver.server, 3)
+            assert history.has(giver.server.shard)
 
     run(test())
 

@@ -502,9 +502,12 @@ class ServerLink:
         return since
 
     def _resynchronize(self) -> None:
-        """Finds the server, and out what it holds of what it had acknowledged. Raises what its calls raise."""
+        """Finds the server, and out what it holds of what it had acknowledged. Raises what its calls raise, and UnavailableError /
+        PARTITION_MOVING: all that stands before such a partition in a push would be sent in vain."""
         self._find()
         state = self._look()
+        if moving := [each.partition_id for each in state.partitions if each.moving]:
+            raise UnavailableError(f"server {self._share.index}: partitions {moving} are moving still", reason=_MOVING)
         if not state.HasField("optimizer"):
             self._configure()
         if self._revision.number:

@@ -30,14 +30,14 @@ class BulkShare:
 
     @classmethod
     def of(cls, limit: int) -> BulkShare:
-        """Of a process that may have `limit` descriptors."""
+        """The share in a process that may have `limit` descriptors."""
         strangers = max(1, min(_MOST_STRANGERS, limit // 32))
         connections = (limit // 2 - 2 * strangers) // _OF_A_CONNECTION
         return cls(connections=max(0, min(_MOST_CONNECTIONS, connections)), strangers=strangers)
 
     @classmethod
     def of_this_process(cls) -> BulkShare:
-        """By the limit that it has now."""
+        """The share in this process, by the limit that it has now."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return cls.of(_ENOUGH if soft == resource.RLIM_INFINITY else soft)
 

@@ -17,6 +17,7 @@ from shoal_common.allocator import keep_freed_memory
 from shoal_common.errors import ShoalError
 from shoal_common.telemetry import configure_logging
 
+from shoal_ps_server.service.descriptors import raise_limit
 from shoal_ps_server.settings import PsServerSettings, parse_command_line
 
 
@@ -31,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = parse_command_line(arguments)
         configure_logging("ps-server", settings.log_level)
         keep_freed_memory()
+        raise_limit()
         asyncio.run(_serve(settings))
     except ShoalError as error:
         print(f"shoal-ps-server: {error}", file=sys.stderr)  # noqa: T201 - it may have no logging yet

@@ -4,6 +4,7 @@ event loop        everything that changes: partitions, membership (fence, clocks
                   bulk connections (service/bulk.py)
 gRPC's threads    sockets and HTTP/2 framing
 HTTP threads      /metrics and /healthz
+a thread          TLS handshakes of bulk connections
 the journal's     writing changes before they are made, and syncing them
 a pool thread     writing a snapshot that was copied before
 """
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry
-from shoal_common.errors import ConfigurationError, InternalError, UnavailableError
+from shoal_common.errors import ConfigurationError, CorruptDataError, InternalError, InvalidRequestError, UnavailableError
 from shoal_common.failpoints import failpoint
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.rpc.server import RpcServer, ServerSettings
@@ -37,6 +38,7 @@ from shoal_ps_server.replication.primary import Backup
 from shoal_ps_server.replication.standby import Standby
 from shoal_ps_server.replication.taking import Receiver
 from shoal_ps_server.service.bulk import BulkServer
+from shoal_ps_server.service.descriptors import BulkShare
 from shoal_ps_server.service.intake import Intake
 from shoal_ps_server.service.layouts import Layouts
 from shoal_ps_server.service.mover import Mover
@@ -70,13 +72,23 @@ async def serve(settings: PsServerSettings, stop: asyncio.Event) -> None:
     """
     with ExitStack() as stack:
         directory = None if settings.data_dir is None else stack.enter_context(DataDirectory(settings.data_dir))
-        recovered = _with_nothing() if directory is None else directory.recover(job_id=settings.job, server_id=settings.server_id)
-        while await ParameterServer(settings, directory, recovered).run(stop):
+        recovered = _with_nothing() if directory is None else await _recover(settings, directory, stop)
+        while recovered is not None and await ParameterServer(settings, directory, recovered).run(stop):
             assert directory is not None, "a server without one refuses to be in a job with backups"
-            taken_over = await Standby(settings, directory).run(stop)
-            if taken_over is None:
-                return
-            recovered = taken_over
+            recovered = await Standby(settings, directory).run(stop)
+
+
+async def _recover(settings: PsServerSettings, directory: DataDirectory, stop: asyncio.Event) -> Recovered | None:
+    """What this server held. What cannot be read is no loss where the coordinator says that this server is a backup: it gets all anew from
+    its primary then. None: `stop` was set, or the job is over. Raises as `serve`."""
+    try:
+        return directory.recover(job_id=settings.job, server_id=settings.server_id)
+    except CorruptDataError as unreadable:
+        logger.error("the data directory cannot be read; asking the coordinator whether this is a backup", extra={"error": unreadable})
+        try:
+            return await Standby(settings, directory).run(stop)
+        except InvalidRequestError as error:  # one that serves nobody has no business in a job without backups
+            raise unreadable from error
 
 
 def _with_nothing() -> Recovered:
@@ -167,8 +179,11 @@ class ParameterServer:
             changes=self._changes,
             report=self._report_move,
         )
-        tickets = Tickets()
-        self._bulk = BulkServer(tickets=tickets, transfers=transfers, metrics=self._metrics, tls=settings.tls)
+        share = BulkShare.of_this_process()
+        tickets = Tickets(most_together=share.connections)
+        self._bulk = BulkServer(
+            tickets=tickets, transfers=transfers, metrics=self._metrics, tls=settings.tls, most_strangers=share.strangers
+        )
         self._servicer = ParameterServerServicer(
             identity=self._identity,
             shard=self._shard,
@@ -329,9 +344,9 @@ class ParameterServer:
         if self._session is not None:
             self._session.report_backup(epoch=epoch, in_sync=in_sync, reason=reason)
 
-    def _report_move(self, move: int, *, receiver: str = "", reason: str = "") -> None:
+    def _report_move(self, move: int, *, receiver: str = "", reason: str = "", giver_failed: bool = False) -> None:
         if self._session is not None:
-            self._session.report_move(move, receiver=receiver, reason=reason)
+            self._session.report_move(move, receiver=receiver, reason=reason, giver_failed=giver_failed)
 
     def _receiver(self, agree: Callable[[Configuration], Awaitable[Configuration]]) -> Receiver:
         return Receiver(

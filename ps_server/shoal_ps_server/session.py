@@ -213,11 +213,13 @@ class CoordinatorSession:
             report = coordinator_pb2.BackupReport(epoch=epoch, in_sync=in_sync, reason=reason)
             self._sending.say(coordinator_pb2.ServerMessage(backup=report))
 
-    def report_move(self, move: int, *, receiver: str = "", reason: str = "") -> None:
-        """What became of a move: the incarnation of the process that has the partitions, or why none has. Lost while the session is broken:
-        the coordinator asks again."""
+    def report_move(self, move: int, *, receiver: str = "", reason: str = "", giver_failed: bool = False) -> None:
+        """What became of a move: the incarnation of the process that has the partitions, or why none has, and whether that is this server's
+        fault. Lost while the session is broken: the coordinator asks again."""
         if self._sending is not None:
-            report = coordinator_pb2.MoveReport(move=move, taken=bool(receiver), receiver_incarnation=receiver, reason=reason)
+            report = coordinator_pb2.MoveReport(
+                move=move, taken=bool(receiver), receiver_incarnation=receiver, reason=reason, giver_failed=giver_failed
+            )
             self._sending.say(coordinator_pb2.ServerMessage(move=report))
 
     async def close(self) -> None:

@@ -12,7 +12,7 @@ frame is a head of 8 bytes (its kind, three zeros, a length as a big-endian u32)
     END        both     the upload, or the answer to a pull, is complete; length 0
     RESULT     server   a PushResponse, after END
     ERROR      server   a google.rpc.Status, in the place of RESULT or of anything in the answer to a pull. After one in the middle of an
-                        upload the server reads on to END, and passes all over
+                        upload the server reads on to END, and passes all over; the client sends END at the next frame
     FREE       both     with shared memory: the oldest piece that holds data has been read, and may be written again; length 0
 
 One stream (an upload or a pull) goes over a connection at a time. Pieces of shared memory are used in turn, by whichever side sends.

@@ -5,11 +5,36 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import time
 from typing import Final
 
 _KEEPALIVE: Final = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
 """Peers that vanished without closing are found after about as long as gRPC's keepalive takes. Options that a system lacks are left out."""
 _CREDENTIALS: Final = struct.Struct("3i")
+
+
+def connect(host: str, port: int, until: float) -> socket.socket:
+    """Makes a TCP connection to the first of a host's addresses that takes one, up to the moment `until` on the monotonic clock. Raises
+    OSError."""
+    failure = OSError(f"{host} has no address")
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        connected = socket.socket(family, kind, protocol)
+        try:
+            connected.settimeout(left_s(until))
+            connected.connect(address)
+            return connected
+        except OSError as error:
+            connected.close()
+            failure = error
+        except BaseException:
+            connected.close()
+            raise
+    raise failure
+
+
+def left_s(until: float) -> float:
+    """Seconds up to a moment on the monotonic clock, for what takes nought for no limit, or for not to wait."""
+    return max(0.001, until - time.monotonic())
 
 
 def configure(connected: socket.socket) -> None:

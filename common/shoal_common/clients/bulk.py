@@ -24,7 +24,7 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_common.bulk.area import SharedArea
 from shoal_common.bulk.frames import DATA_BYTES, HEAD_BYTES, Frame, Kind, greeting, head, malformed, parse_head
-from shoal_common.bulk.sockets import configure, is_own_user
+from shoal_common.bulk.sockets import configure, connect, is_own_user, left_s
 from shoal_common.bulk.transport import Transport
 from shoal_common.clients.pull import PullReceiver
 from shoal_common.errors import CorruptDataError, DeadlineError, InvalidRequestError, LimitError, ShoalError, UnavailableError
@@ -47,7 +47,7 @@ OpenData = Callable[[str, str, timedelta], pb.OpenDataResponse]
 """(job, member, deadline) -> a ticket."""
 
 
-class BulkConnection:
+class OpenedConnection:
     """One connection. Used by one thread at a time; `cut` may come from any."""
 
     def __init__(self, connected: socket.socket, address: str, member_id: str) -> None:
@@ -63,25 +63,27 @@ class BulkConnection:
         """When the stream in progress must have ended, on the monotonic clock."""
 
     @classmethod
-    def open(cls, transport: Transport, opened: pb.OpenDataResponse, settings: ChannelSettings, member_id: str) -> BulkConnection:
-        """Connects, shows the ticket and waits for the server's word. Raises OSError, and what the server refuses with."""
-        if transport is Transport.MEMORY:
-            connected = socket.socket(socket.AF_UNIX)
-        else:
-            host = parse_address(settings.address).host
-            connected = socket.create_connection((host, opened.tcp_port), timeout=_CONNECT_S)
+    def open(
+        cls, transport: Transport, opened: pb.OpenDataResponse, settings: ChannelSettings, member_id: str, *, until: float
+    ) -> OpenedConnection:
+        """Connects, shows the ticket and waits for the server's word, up to the moment `until` on the monotonic clock. Raises OSError, and
+        what the server refuses with."""
+        until = min(until, time.monotonic() + _CONNECT_S)
+        host = parse_address(settings.address).host
+        connected = socket.socket(socket.AF_UNIX) if transport is Transport.MEMORY else connect(host, opened.tcp_port, until)
         try:
-            connected.settimeout(_CONNECT_S)
             if transport is Transport.MEMORY:
+                connected.settimeout(left_s(until))
                 connected.connect(f"\0{opened.memory_name}")
                 if not is_own_user(connected):
                     raise ConnectionRefusedError("another user's process listens there: it is not given the ticket")
             configure(connected)
             if transport is Transport.TCP and settings.tls is not None:
                 context = settings.tls.client_context()
+                connected.settimeout(left_s(until))
                 connected = context.wrap_socket(connected, server_hostname=settings.server_name or host)
             connection = cls(connected, settings.address, member_id)
-            connection._until = time.monotonic() + _CONNECT_S
+            connection._until = until
             connection._begin(opened.ticket, transport)
             return connection
         except BaseException as error:
@@ -96,13 +98,14 @@ class BulkConnection:
         with self._stream(kind.name.title(), until):
             self._send(head(kind), more=True)
             refusal: bytes | None = None
-            for header, payload in partitions:
-                message = header.SerializeToString()
-                self._send(head(Kind.PARTITION, len(message)), message, more=True)
-                data = as_bytes(payload)
-                for start in range(0, data.nbytes, DATA_BYTES):
-                    refusal = self._send_data(data[start : start + DATA_BYTES]) or refusal
-            self._send(head(Kind.END))
+            try:
+                refusal = self._send_partitions(partitions)
+                self._send(head(Kind.END))
+            except _Lost as lost:
+                refusal = refusal or self._last_word()
+                if refusal is None:
+                    raise
+                raise from_error_message(refusal) from lost
             return list(_decoded(pb.PushResponse, self._answer(refusal)).results)
 
     def pull(self, request: pb.PullRequest, receiver: PullReceiver, until: float) -> list[pb.PullHeader]:
@@ -187,6 +190,25 @@ class BulkConnection:
         if frame.kind is not Kind.READY or frame.length:
             raise malformed(f"{frame.kind.name} where READY was expected")
 
+    def _send_partitions(self, partitions: Iterable[tuple[pb.PushHeader, memoryview]]) -> bytes | None:
+        """The server's ERROR, if that came before the end: nothing more is sent then."""
+        for header, payload in partitions:
+            message = header.SerializeToString()
+            self._send(head(Kind.PARTITION, len(message)), message, more=True)
+            data = as_bytes(payload)
+            for start in range(0, data.nbytes, DATA_BYTES):
+                if (refusal := self._send_data(data[start : start + DATA_BYTES])) is not None:
+                    return refusal
+        return None
+
+    def _last_word(self) -> bytes | None:
+        """The ERROR after which the server has ended the connection; None: there is none."""
+        with suppress(_Lost, InvalidRequestError):
+            while (frame := self._frame_that_came()) is not None:
+                if (refusal := self._refusal_or_free(frame)) is not None:
+                    return refusal
+        return None
+
     def _answer(self, refusal: bytes | None) -> bytes:
         """The server's answer to an upload. `refusal`: it was refused before it had ended."""
         answer: bytes | None = None
@@ -213,16 +235,32 @@ class BulkConnection:
     # ------------------------------------------------------------------------------------------------------------------ bytes
 
     def _send_data(self, data: memoryview) -> bytes | None:
-        """One frame of DATA. Returns the server's ERROR, if that came meanwhile."""
+        """One frame of DATA. Returns the server's ERROR instead, if that has come."""
+        while (frame := self._frame_that_came()) is not None or (self._area is not None and self._area.is_full):
+            refusal = self._refusal_or_free(self._next_frame() if frame is None else frame)
+            if refusal is not None:
+                return refusal
         if self._area is None:
             self._send(head(Kind.DATA, data.nbytes), data, more=True)
+        else:
+            self._area.fill(data)
+            self._send(head(Kind.DATA, data.nbytes))
+        return None
+
+    def _frame_that_came(self) -> Frame | None:
+        """The next frame, where its beginning is here already."""
+        data = bytearray(HEAD_BYTES)
+        try:
+            self._socket.settimeout(0)
+            received = self._socket.recv_into(data)
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return None
-        refusal: bytes | None = None
-        while self._area.is_full:
-            refusal = self._refusal_or_free(self._next_frame()) or refusal
-        self._area.fill(data)
-        self._send(head(Kind.DATA, data.nbytes))
-        return refusal
+        except OSError as error:
+            raise _Lost(error) from error
+        if not received:
+            raise _Lost(ConnectionError("the server closed it"))
+        self._receive_into(memoryview(data)[received:])
+        return parse_head(data)
 
     def _receive_data(self, nbytes: int, receiver: PullReceiver) -> None:
         room = receiver.room(nbytes)
@@ -300,18 +338,18 @@ class BulkChannel:
         self._fell_back = fell_back
         self._not_before: dict[Transport, float] = {}
         """Transports that could not be had, and when they are tried again, on the monotonic clock."""
-        self._idle: list[BulkConnection] = []
-        self._used: set[BulkConnection] = set()
+        self._idle: list[OpenedConnection] = []
+        self._used: set[OpenedConnection] = set()
         self._closed = False
         self._lock = threading.Lock()
         """Guards all of the above but what is given to __init__."""
 
     @contextmanager
-    def connection(self, job_id: str, member_id: str, until: float) -> Iterator[BulkConnection | None]:
+    def connection(self, job_id: str, member_id: str, until: float) -> Iterator[OpenedConnection | None]:
         """A connection that may speak for `member_id` (empty: may pull as nobody); None: take gRPC.
 
-        Raises UnavailableError / CLIENT_CLOSED, what OpenData raises, and UnavailableError / TRANSPORT_UNAVAILABLE when the one transport
-        that may be used cannot be had.
+        Raises UnavailableError / CLIENT_CLOSED, what OpenData raises, DeadlineError at the moment `until` on the monotonic clock, and
+        UnavailableError / TRANSPORT_UNAVAILABLE when the one transport that may be used cannot be had.
         """
         connection = self._take(member_id) or self._open(job_id, member_id, until)
         if connection is None:
@@ -336,7 +374,7 @@ class BulkChannel:
         for connection in idle:
             connection.close()
 
-    def _take(self, member_id: str) -> BulkConnection | None:
+    def _take(self, member_id: str) -> OpenedConnection | None:
         while True:
             with self._lock:
                 found = next((each for each in self._idle if each.member_id == member_id), None)
@@ -349,7 +387,7 @@ class BulkChannel:
             found.is_usable = False
             self._give_back(found)
 
-    def _give_back(self, connection: BulkConnection) -> None:
+    def _give_back(self, connection: OpenedConnection) -> None:
         with self._lock:
             self._used.discard(connection)
             kept = connection.is_usable and not self._closed
@@ -358,7 +396,7 @@ class BulkChannel:
         if not kept:
             connection.close()
 
-    def _open(self, job_id: str, member_id: str, until: float) -> BulkConnection | None:
+    def _open(self, job_id: str, member_id: str, until: float) -> OpenedConnection | None:
         for transport in (Transport.MEMORY, Transport.TCP):
             if self._transport not in (Transport.AUTO, transport) or time.monotonic() < self._not_before.get(transport, 0.0):
                 continue
@@ -373,10 +411,9 @@ class BulkChannel:
             reason="TRANSPORT_UNAVAILABLE",
         )
 
-    def _opened(self, transport: Transport, job_id: str, member_id: str, until: float) -> BulkConnection:
-        left = timedelta(seconds=max(0.001, until - time.monotonic()))
+    def _opened(self, transport: Transport, job_id: str, member_id: str, until: float) -> OpenedConnection:
         try:
-            opened = self._open_data(job_id, member_id, min(left, self._settings.deadline))
+            opened = self._open_data(job_id, member_id, min(timedelta(seconds=left_s(until)), self._settings.deadline))
         except LimitError as error:
             raise _Unsuitable(str(error), expected=False) from error
         except ShoalError as error:
@@ -386,8 +423,10 @@ class BulkChannel:
         if transport is Transport.MEMORY and not opened.memory_name:
             raise _Unsuitable("the server shares no memory", expected=True)
         try:
-            connection = BulkConnection.open(transport, opened, self._settings, member_id)
+            connection = OpenedConnection.open(transport, opened, self._settings, member_id, until=until)
         except (OSError, ShoalError) as error:
+            if time.monotonic() >= until:  # which says nothing of the transport
+                raise DeadlineError(f"bulk connection to {self._settings.address}: Deadline Exceeded") from error
             elsewhere = transport is Transport.MEMORY and isinstance(error, ConnectionRefusedError)
             raise _Unsuitable(str(error) or type(error).__name__, expected=elsewhere) from error
         with self._lock:

@@ -111,7 +111,7 @@ class ParameterServerClient:
             if connection is not None:
                 return connection.pull(request, receiver, until)
         with self._caller.errors("Pull"):
-            call = self._pull(request, timeout=deadline.total_seconds())
+            call = self._pull(request, timeout=until - time.monotonic())
             try:
                 for data in call:
                     receiver.receive(*decode_pull_chunk(data))
@@ -132,7 +132,7 @@ class ParameterServerClient:
         outgoing = _Outgoing(coming)
         try:
             with self._caller.errors(kind.name.title()):
-                return list(multi_callable(iter(outgoing), timeout=deadline.total_seconds()).results)
+                return list(multi_callable(iter(outgoing), timeout=until - time.monotonic()).results)
         except ShoalError as error:
             if outgoing.failure is not None:
                 raise outgoing.failure from error

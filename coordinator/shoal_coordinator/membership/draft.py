@@ -32,6 +32,7 @@ IN_MEMORY = frozenset(
         "looked_ms",
         "look_at_moves_ms",
         "failed_receivers",
+        "failed_givers",
         "fresh_failures",
     ]
 )
@@ -90,6 +91,7 @@ class Draft:
         self.looked_ms = state.looked_ms
         self.look_at_moves_ms = state.look_at_moves_ms
         self.failed_receivers = state.failed_receivers
+        self.failed_givers = state.failed_givers
         self.fresh_failures = state.fresh_failures
 
         self.broken: list[str] = []
@@ -269,6 +271,7 @@ class Draft:
             looked_ms=self.looked_ms,
             look_at_moves_ms=self.look_at_moves_ms,
             failed_receivers=self.failed_receivers,
+            failed_givers=self.failed_givers,
             fresh_failures=self.fresh_failures,
         )
         changes = Changes(

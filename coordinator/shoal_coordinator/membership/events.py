@@ -163,6 +163,8 @@ class MoveReported:
     taken: bool
     receiver_incarnation: str = ""
     reason: str = ""
+    giver_failed: bool = False
+    """It is the giver's fault that they were not taken."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,11 +5,13 @@ journal may say that they have left; if it does not, the move has failed, and th
 together with the end of the move, and only if the process that took the partitions is there still. All primaries are told when a move is
 settled, and each again when it comes back; so is the giver of its move.
 
-A receiver with a full disk, say, stays the emptiest of all: after a move to it that failed it is left out for a while, and others take.
+A receiver with a full disk, say, stays the emptiest of all, and a giver whose disk fails the fullest: after a move that failed the one who
+is to blame, by the giver's word, is left out for a while, and others take, or give.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from shoal_common.errors import PreconditionError, UnknownResourceError
@@ -20,7 +22,7 @@ from shoal_coordinator.membership.events import MoveReported, ServerDrainRequest
 from shoal_coordinator.membership.places import holds_something, of_place, primaries, tell_all_settled, tell_move, tell_settled
 from shoal_coordinator.membership.reasons import Refusal
 from shoal_coordinator.membership.rebalancing import next_move
-from shoal_coordinator.membership.state import Drained, FailedReceiver, JobPhase, Move, Server, ServerRole
+from shoal_coordinator.membership.state import Drained, FailedServer, JobPhase, Move, Server, ServerRole
 
 
 def server_drain_requested(draft: Draft, event: ServerDrainRequested) -> None:
@@ -79,6 +81,7 @@ def _settle(draft: Draft, move: Move, event: MoveReported) -> None:
         nbytes = sum(draft.layout.sizes[partition] for partition in move.partitions)
         draft.layout = draft.layout.moved(move.partitions, move.receiver)
         draft.failed_receivers = {index: failed for index, failed in draft.failed_receivers.items() if index != move.receiver}
+        draft.failed_givers = {index: failed for index, failed in draft.failed_givers.items() if index != move.giver}
         attributes |= {"bytes": str(nbytes), "epoch": str(draft.layout.epoch)}
         draft.records.append(Record(kind="partitions_moved", attributes=attributes))
     draft.moves = replace(draft.moves, settled=move.number, under_way=None)
@@ -87,14 +90,24 @@ def _settle(draft: Draft, move: Move, event: MoveReported) -> None:
 
 
 def _leave_out(draft: Draft, move: Move, event: MoveReported) -> None:
-    """The receiver of a move that failed is given nothing for a while: the process that had taken the partitions, or that is there now."""
+    """A giver by whose fault a move failed gives nothing for a while; else its receiver is given nothing: the process that had taken the
+    partitions, or that is there now."""
+    if event.giver_failed:
+        giver = of_place(draft, move.giver, ServerRole.PRIMARY)
+        assert giver is not None, "it has reported"
+        draft.failed_givers = _with_failure(draft, draft.failed_givers, giver.index, giver.incarnation)
+        return
     receiver = of_place(draft, move.receiver, ServerRole.PRIMARY)
     incarnation = event.receiver_incarnation or ("" if receiver is None else receiver.incarnation)
-    before = draft.failed_receivers.get(move.receiver)
+    draft.failed_receivers = _with_failure(draft, draft.failed_receivers, move.receiver, incarnation)
+
+
+def _with_failure(draft: Draft, failed: Mapping[int, FailedServer], index: int, incarnation: str) -> Mapping[int, FailedServer]:
+    """Those who have failed, with one more failure of the process in a place."""
+    before = failed.get(index)
     failures = before.failures if before is not None and before.incarnation == incarnation else 0
     wait_ms = min(draft.policy.move_retry_ms << min(failures, 16), draft.policy.longest_move_retry_ms)
-    failed = FailedReceiver(incarnation=incarnation, failures=failures + 1, until_ms=draft.now.ms + wait_ms)
-    draft.failed_receivers = {**draft.failed_receivers, move.receiver: failed}
+    return {**failed, index: FailedServer(incarnation=incarnation, failures=failures + 1, until_ms=draft.now.ms + wait_ms)}
 
 
 def _failure(draft: Draft, move: Move, event: MoveReported) -> str:
@@ -128,11 +141,12 @@ def _begin_next(draft: Draft) -> None:
     assert draft.layout is not None, "the caller has looked"
     there = primaries(draft)
     serving = [index for index, primary in there.items() if primary.serves]
-    left_out = {index: until_ms for index in serving if (until_ms := _left_out_until_ms(draft, there[index])) is not None}
+    not_giving = _left_out(draft, draft.failed_givers, [there[index] for index in serving])
+    not_taking = _left_out(draft, draft.failed_receivers, [there[index] for index in serving])
     plan = next_move(
         draft.layout,
-        givers=serving,
-        receivers=[index for index in serving if index not in left_out and _is_safe(draft, index)],
+        givers=[index for index in serving if index not in not_giving],
+        receivers=[index for index in serving if index not in not_taking and _is_safe(draft, index)],
         draining=draft.moves.draining.keys(),
     )
     if plan is not None:
@@ -148,15 +162,17 @@ def _begin_next(draft: Draft) -> None:
         draft.reasons.append(f"move {move.number}: {len(move.partitions)} partitions from server {move.giver} to server {move.receiver}")
         tell_move(draft, giver)
     else:
-        draft.look_at_moves_ms = min(left_out.values(), default=None)
+        draft.look_at_moves_ms = min([*not_giving.values(), *not_taking.values()], default=None)
 
 
-def _left_out_until_ms(draft: Draft, primary: Server) -> int | None:
-    """Until when a server is given nothing, after moves to this process that failed; None: it can be given something."""
-    failed = draft.failed_receivers.get(primary.index)
-    if failed is None or failed.incarnation != primary.incarnation or failed.until_ms <= draft.now.ms:
-        return None
-    return failed.until_ms
+def _left_out(draft: Draft, failed: Mapping[int, FailedServer], servers: Iterable[Server]) -> dict[int, int]:
+    """Which of these take no part for now, after moves that failed with the process that is there, and until when."""
+    found: dict[int, int] = {}
+    for server in servers:
+        failure = failed.get(server.index)
+        if failure is not None and failure.incarnation == server.incarnation and failure.until_ms > draft.now.ms:
+            found[server.index] = failure.until_ms
+    return found
 
 
 def _is_safe(draft: Draft, index: int) -> bool:

@@ -235,15 +235,15 @@ class Moves:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FailedReceiver:
-    """A process that did not come to own the partitions of the last move to it."""
+class FailedServer:
+    """A process that did not come to own the partitions of the last move to it; or that could not give those of the last one from it."""
 
     incarnation: str
     """Another process in its place has not failed."""
     failures: int
     """Moves that failed in a row; at least one."""
     until_ms: int
-    """When it may be given something again at the earliest."""
+    """When it may be given something again at the earliest, or give something."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,8 +365,10 @@ class JobState:
     """In memory only. When it was last looked for steps that stand."""
     look_at_moves_ms: int | None = 0
     """In memory only. When to look which move of partitions is due; None: nothing has changed since that was done."""
-    failed_receivers: Mapping[int, FailedReceiver] = field(default_factory=dict)
-    """In memory only. By the index of a place to which the last move of partitions failed."""
+    failed_receivers: Mapping[int, FailedServer] = field(default_factory=dict)
+    """In memory only. By the index of a place to which the last move of partitions failed, by no fault of the giver's."""
+    failed_givers: Mapping[int, FailedServer] = field(default_factory=dict)
+    """In memory only. By the index of a place from which the last move of partitions failed, by its own fault."""
     fresh_failures: int = 0
     """In memory only. Collectives that failed in generations one after another, each before Policy.fresh_generation_ms."""
 

@@ -210,6 +210,7 @@ def parse_move_report(server_id: str, message: pb.MoveReport) -> MoveReported:
         taken=message.taken,
         receiver_incarnation=checks.text("move.receiver_incarnation", message.receiver_incarnation, longest=64, required=message.taken),
         reason=checks.text("move.reason", message.reason, longest=LONGEST_DETAIL),
+        giver_failed=message.giver_failed,
     )
 
 

@@ -526,16 +526,18 @@ class BackupReport(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., in_sync: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class MoveReport(_message.Message):
-    __slots__ = ("move", "taken", "reason", "receiver_incarnation")
+    __slots__ = ("move", "taken", "reason", "receiver_incarnation", "giver_failed")
     MOVE_FIELD_NUMBER: _ClassVar[int]
     TAKEN_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     RECEIVER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    GIVER_FAILED_FIELD_NUMBER: _ClassVar[int]
     move: int
     taken: bool
     reason: str
     receiver_incarnation: str
-    def __init__(self, move: _Optional[int] = ..., taken: _Optional[bool] = ..., reason: _Optional[str] = ..., receiver_incarnation: _Optional[str] = ...) -> None: ...
+    giver_failed: bool
+    def __init__(self, move: _Optional[int] = ..., taken: _Optional[bool] = ..., reason: _Optional[str] = ..., receiver_incarnation: _Optional[str] = ..., giver_failed: _Optional[bool] = ...) -> None: ...
 
 class ServerDirective(_message.Message):
     __slots__ = ("welcome", "members", "stop", "place", "settled", "move")

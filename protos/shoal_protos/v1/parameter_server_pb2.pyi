@@ -431,11 +431,13 @@ class GetServerResponse(_message.Message):
     def __init__(self, server_id: _Optional[str] = ..., job_id: _Optional[str] = ..., server_index: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., shard_map_epoch: _Optional[int] = ..., pushes_applied: _Optional[int] = ..., pushes_deduplicated: _Optional[int] = ..., optimizer: _Optional[_Union[OptimizerSpec, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., partitions: _Optional[_Iterable[_Union[PartitionVersion, _Mapping]]] = ..., clocks: _Optional[_Mapping[str, int]] = ..., iterations: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class PartitionVersion(_message.Message):
-    __slots__ = ("partition_id", "version", "sequence")
+    __slots__ = ("partition_id", "version", "sequence", "moving")
     PARTITION_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    MOVING_FIELD_NUMBER: _ClassVar[int]
     partition_id: int
     version: int
     sequence: int
-    def __init__(self, partition_id: _Optional[int] = ..., version: _Optional[int] = ..., sequence: _Optional[int] = ...) -> None: ...
+    moving: bool
+    def __init__(self, partition_id: _Optional[int] = ..., version: _Optional[int] = ..., sequence: _Optional[int] = ..., moving: _Optional[bool] = ...) -> None: ...

@@ -54,7 +54,7 @@ class MemberClock:
     has_read: bool = False
     """It has the values of iteration `clock`. Known under bsp alone, and to this process alone."""
     takes_part: bool = False
-    """It has read or pushed since it was placed; known as `has_read` is."""
+    """It has read or pushed since it was placed: its count is the same on all servers. Known under bsp alone."""
     rests: bool = False
     """Nobody waits for it until it reports again."""
 
@@ -100,7 +100,14 @@ class Clocks:
         if place:
             origin = max(placed, place) - finished
         clock = min(max(placed, origin + finished), _LARGEST)
-        self._members[member] = replace(known, clock=clock, origin=origin, rests=False, has_read=known.has_read and clock == known.clock)
+        self._members[member] = replace(
+            known,
+            clock=clock,
+            origin=origin,
+            rests=False,
+            has_read=known.has_read and clock == known.clock,
+            takes_part=known.takes_part and not place,  # other servers may place it later
+        )
         return self._settle()
 
     def has_read(self, member: str, finished: int) -> None:
@@ -138,6 +145,10 @@ class Clocks:
     def open(self, iteration: int) -> None:
         """bsp: a push of this iteration is let in."""
         self._opened = max(self._opened, iteration)
+
+    def has_pushed(self, member: str) -> None:
+        """bsp: a push of a member that has reported was let in, by another process."""
+        self._members[member] = replace(self._members[member], takes_part=True)
 
     def behind(self, member: str, bound: int) -> list[str]:
         """The members that are more than `bound` clocks behind this one."""

@@ -16,7 +16,7 @@ from typing import Final
 
 import grpc
 import grpc.aio
-from shoal_common.errors import InternalError, PreconditionError, UnavailableError
+from shoal_common.errors import InternalError, PreconditionError, ShoalError, UnavailableError
 from shoal_common.failpoints import failpoint
 from shoal_common.rpc.channel import ChannelSettings, aio_channel
 from shoal_common.rpc.status import from_rpc_error
@@ -37,6 +37,15 @@ _MOVE_LIMIT: Final = timedelta(seconds=20)
 """How long a move may take until the receiver has all; and how long the receiver may take nothing of it, or not answer."""
 _IDLE_LIMIT: Final = timedelta(seconds=5)
 _TAKE: Final = "/shoal.v1.ParameterServer/TakePartitions"
+
+
+class NotTaken(Exception):
+    """The receiver is away, refuses what it is given, or does not take it in time: the giver is not to blame."""
+
+    def __init__(self, error: ShoalError) -> None:
+        super().__init__(str(error))
+        self.error = error
+        """Why."""
 
 
 class Giver:
@@ -74,7 +83,8 @@ class Giver:
     async def give(self, order: MoveOrder) -> str:
         """Returns the incarnation of the process that has the partitions, once this server can change them no more by itself.
 
-        Raises a ShoalError that says why it has not; they are served again then, unless an earlier attempt has noted that they are leaving.
+        Raises NotTaken where the receiver has not, and a ShoalError where this server could not give them; they are served again then,
+        unless an earlier attempt has noted that they are leaving.
         """
         if self._moves.leaving is not None and self._moves.leaving.move == order.move:
             if self._given[0] != order.move:
@@ -137,14 +147,16 @@ class Giver:
                 )
 
     async def _hand_over(self, order: MoveOrder) -> str:
-        """Sends the frozen partitions of a move to its receiver within a limit of time; returns its incarnation. Raises ShoalError."""
+        """Sends the frozen partitions of a move to its receiver within a limit of time; returns its incarnation. Raises as `give`."""
         if not order.receiver_address:
-            raise UnavailableError(f"move {order.move}: server {order.receiver_index} is away", reason="RECEIVER_AWAY")
+            raise NotTaken(UnavailableError(f"move {order.move}: server {order.receiver_index} is away", reason="RECEIVER_AWAY"))
+        is_sending = False
         loop = asyncio.get_running_loop()
         ends = loop.time() + self._move_limit_s
         try:
             async with asyncio.timeout(self._idle_limit_s) as limit:
                 await self._changes.made(order.partition_ids)
+                is_sending = True
                 failpoint("move.frozen")
 
                 def progress() -> None:
@@ -153,12 +165,23 @@ class Giver:
 
                 progress()
                 return await self._transfer(order, progress)
+        except InternalError:
+            raise
+        except ShoalError as error:
+            raise NotTaken(error) from error
         except TimeoutError as error:
-            raise UnavailableError(
+            if not is_sending:
+                raise UnavailableError(
+                    f"move {order.move}: changes of the partitions were on their way to this server's disk, or its backup, for "
+                    f"{self._idle_limit_s:g} s",
+                    reason="CHANGE_PENDING",
+                ) from error
+            slow = UnavailableError(
                 f"move {order.move}: server {order.receiver_index} at {order.receiver_address} took nothing for {self._idle_limit_s:g} s, "
                 f"or not all within {self._move_limit_s:g} s",
                 reason="RECEIVER_SLOW",
-            ) from error
+            )
+            raise NotTaken(slow) from error
 
     async def _transfer(self, order: MoveOrder, progress: Callable[[], None]) -> str:
         channel = aio_channel(self._channel(order.receiver_address))

@@ -44,6 +44,10 @@ logger = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S: Final = 0.1
 _LONGEST_BACKOFF_S: Final = 2.0
+_DIVERGED: Final = "BACKUP_DIVERGED"
+"""Refusal that means: a change could not be made here, so this is no copy of the primary any more."""
+_DIVERGED_AGAIN_S: Final = 30.0
+"""Another copy of all costs the primary as much as the first one, and may end the same way."""
 _FIRST_FILE: Final = 1
 """Number of the journal's file that a copy begins with."""
 _MOST_WAITING_BYTES: Final = 1 << 30
@@ -66,11 +70,14 @@ class Standby:
         """What the primary sent, once that was whole."""
         self._keeping: asyncio.Task[None] | None = None
         """Puts what a primary sent in the place of what was here. It comes to its end whatever becomes of its stream."""
+        self._not_before = 0.0
+        """When this server may follow again, on the loop's clock, also another primary or in another epoch."""
 
     async def run(self, stop: asyncio.Event) -> Recovered | None:
         """Follows until this server is made the primary, and returns what it holds then; None: `stop` is set, or the job is over.
 
-        Raises the coordinator's refusal of this server's registration, and InternalError when a change could not be made.
+        Raises the coordinator's refusal of this server's registration, CorruptDataError where this server is made the primary of what it
+        had before and cannot read, and InternalError when it is made one though a change could not be made.
         """
         async with AsyncExitStack() as stack:
             http = stack.enter_context(serve_metrics(str(self._settings.http), self._registry, tokens=self._settings.token_table))
@@ -141,6 +148,9 @@ class Standby:
             if place is None or not place.primary_address:
                 await self._told()
                 continue
+            if (left_s := self._not_before - asyncio.get_running_loop().time()) > 0:
+                await self._told(timeout_s=left_s)
+                continue
             following = asyncio.create_task(self._follow_primary(place, backoff))
             try:
                 while not following.done() and self._is_still(place):
@@ -168,6 +178,9 @@ class Standby:
         if not isinstance(error, ShoalError) or isinstance(error, InternalError):
             raise error or AssertionError("a stream ends with an error")
         again_in_s = backoff.next_s()
+        if error.reason == _DIVERGED:
+            again_in_s = _DIVERGED_AGAIN_S
+            self._not_before = asyncio.get_running_loop().time() + again_in_s
         logger.warning("does not follow", extra={"reason": error.reason, "error": error, "again_in_s": round(again_in_s, 3)})
         return again_in_s
 
@@ -393,7 +406,9 @@ class _Copy:
             try:
                 self._replay.make(record)
             except Exception as error:
-                stream.fail(InternalError(f"a change of the primary's could not be made: {type(error).__name__}: {error}"))
+                what = f"a change of the primary's could not be made: {type(error).__name__}: {error}; all is copied anew"
+                logger.exception("a change of the primary's could not be made", extra={"kind": record.kind, "fields": dict(record.fields)})
+                stream.fail(UnavailableError(what, reason=_DIVERGED))
                 raise
             failpoint("backup.record_made")
             stream.kept(position)

@@ -14,6 +14,7 @@ import secrets
 import socket
 import ssl
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from datetime import timedelta
 from typing import Final
@@ -30,7 +31,8 @@ from shoal_common.tasks import end_tasks
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_ps_server.metrics import Metrics
-from shoal_ps_server.service.bulk_connection import BulkConnection, Disconnected
+from shoal_ps_server.service.bulk_connection import Disconnected, ServedConnection
+from shoal_ps_server.service.hang_ups import HangUps
 from shoal_ps_server.service.intake import IDLE_LIMIT
 from shoal_ps_server.service.requests import UploadKind
 from shoal_ps_server.service.streams import Arrived, Part
@@ -41,11 +43,9 @@ logger = logging.getLogger(__name__)
 
 _GREETING_LIMIT: Final = timedelta(seconds=5)
 """How long who connects may take for the TLS handshake and its ticket."""
-_MOST_STRANGERS: Final = 64
-"""Connections that have not shown a ticket yet; more are closed at once."""
 _BACKLOG: Final = 128
 _TURNED_AWAY_S: Final = 0.005
-"""After a connection that was turned away: nobody can keep the event loop busy with them."""
+"""After a connection that was turned away, or took the place of another: nobody can keep the event loop busy with them."""
 _UPLOADS: Final = {Kind.INITIALIZE: UploadKind.INITIALIZE, Kind.PUSH: UploadKind.PUSH}
 _MALFORMED: Final = "STREAM_MALFORMED"
 _NOTHING: Final = Arrived(memoryview(b""))
@@ -55,20 +55,31 @@ class BulkServer:
     """One server's bulk channel."""
 
     def __init__(
-        self, *, tickets: Tickets, transfers: Transfers, metrics: Metrics, tls: TlsSettings | None, idle_limit: timedelta = IDLE_LIMIT
+        self,
+        *,
+        tickets: Tickets,
+        transfers: Transfers,
+        metrics: Metrics,
+        tls: TlsSettings | None,
+        most_strangers: int,
+        idle_limit: timedelta = IDLE_LIMIT,
     ) -> None:
-        """`idle_limit`: how long a peer may let a stream that has begun stand still."""
+        """`most_strangers`: connections over each transport that have not shown a ticket yet; the oldest of them makes room for one more.
+        `idle_limit`: how long a peer may let a stream that has begun stand still."""
         self._tickets = tickets
         self._transfers = transfers
         self._metrics = metrics
         self._tls = tls
+        self._most_strangers = most_strangers
         self._idle_limit = idle_limit
+        self._hang_ups = HangUps()
+        self._handshakes = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-ps-tls")
         self._listeners: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
         self._serving: dict[asyncio.Task[None], bool] = {}
         """Connection -> it has a stream that has begun."""
-        self._strangers: set[asyncio.Task[None]] = set()
-        """Those of them that have not shown a ticket."""
+        self._strangers: dict[Transport, dict[asyncio.Task[None], None]] = {Transport.TCP: {}, Transport.MEMORY: {}}
+        """Those of them that have not shown a ticket, the oldest first. Over TCP anybody may come: those of this machine have their own."""
         self._draining = False
         self.port = 0
         """The TCP port, once it listens."""
@@ -117,6 +128,8 @@ class BulkServer:
         if self._serving:
             await asyncio.wait(self._serving, timeout=timeout.total_seconds())
         await end_tasks(list(self._serving))
+        self._hang_ups.close()
+        self._handshakes.shutdown(wait=False)
 
     # -------------------------------------------------------------------------------------------------------------- connecting
 
@@ -134,19 +147,31 @@ class BulkServer:
                 logger.warning("no bulk connection could be accepted", extra={"error": error})
                 await asyncio.sleep(0.1)
                 continue
-            if len(self._strangers) >= _MOST_STRANGERS or (listener.family == socket.AF_UNIX and not is_own_user(connected)):
+            if listener.family == socket.AF_UNIX and not is_own_user(connected):
                 connected.close()
                 await asyncio.sleep(_TURNED_AWAY_S)
                 continue
+            strangers = self._strangers[transport]
+            is_crowded = len(strangers) >= self._most_strangers
+            if is_crowded:
+                oldest = next(iter(strangers))
+                del strangers[oldest]
+                oldest.cancel()
             task = asyncio.create_task(self._serve(connected, transport, context))
             self._serving[task] = False
-            self._strangers.add(task)
+            strangers[task] = None
             task.add_done_callback(self._ended)
-            await asyncio.sleep(0)  # others have their turn: who connects all the time is accepted without waiting
+            # Others have their turn: who connects all the time is accepted without waiting.
+            await asyncio.sleep(_TURNED_AWAY_S if is_crowded else 0)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._serving.pop(task, None)
-        self._strangers.discard(task)
+        self._is_known(task)
+
+    def _is_known(self, task: asyncio.Task[None]) -> None:
+        """A connection has shown its ticket, or has ended: it is no stranger any more."""
+        for strangers in self._strangers.values():
+            strangers.pop(task, None)
 
     async def _serve(self, connected: socket.socket, transport: Transport, context: ssl.SSLContext | None) -> None:
         """One connection to its end."""
@@ -156,7 +181,7 @@ class BulkServer:
                 configure(connected)
                 if context is not None:
                     connected = context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)  # the old one is empty now
-                connection = BulkConnection(connected, idle_limit=self._idle_limit)
+                connection = ServedConnection(connected, idle_limit=self._idle_limit)
                 stack.callback(connection.close)
                 member_id = await self._greeted(connection)
                 stack.callback(self._tickets.closed, member_id)
@@ -172,10 +197,10 @@ class BulkServer:
             except Exception:
                 logger.exception("a bulk connection failed")
 
-    async def _greeted(self, connection: BulkConnection) -> str:
+    async def _greeted(self, connection: ServedConnection) -> str:
         """Whom a connection speaks for; from here on it counts as open. Raises AuthenticationError when it has no good ticket."""
         async with asyncio.timeout(_GREETING_LIMIT.total_seconds()):
-            await connection.shake_hands()
+            await connection.shake_hands(self._handshakes)
             greeted = bytearray(GREETING_BYTES)
             await connection.receive_into(memoryview(greeted))
             ticket = ticket_of(bytes(greeted))
@@ -188,10 +213,10 @@ class BulkServer:
                 raise
         task = asyncio.current_task()
         assert task is not None, "it is served by a task"
-        self._strangers.discard(task)
+        self._is_known(task)
         return member_id
 
-    async def _make_ready(self, connection: BulkConnection, transport: Transport) -> None:
+    async def _make_ready(self, connection: ServedConnection, transport: Transport) -> None:
         if transport is not Transport.MEMORY:
             await connection.send(Kind.READY)
             return
@@ -208,25 +233,35 @@ class BulkServer:
 
     # ----------------------------------------------------------------------------------------------------------------- streams
 
-    async def _serve_streams(self, connection: BulkConnection, member_id: str, transport: Transport) -> None:
+    async def _serve_streams(self, connection: ServedConnection, member_id: str, transport: Transport) -> None:
         """One stream after another, until the peer closes the connection or breaks a rule."""
         task = asyncio.current_task()
         assert task is not None, "it is served by a task"
+
+        def gone() -> None:
+            logger.info("a bulk connection broke in a stream", extra={"transport": str(transport), "member_id": member_id})
+            task.cancel()
+
         try:
             while not self._draining and (frame := await connection.next_frame()) is not None:
                 self._serving[task] = True
-                if frame.kind in _UPLOADS:
-                    await self._upload(connection, _UPLOADS[frame.kind], member_id, transport)
-                elif frame.kind is Kind.PULL:
-                    await self._pull(connection, frame, member_id, transport)
-                else:
-                    raise malformed(f"{frame.kind.name} where a stream must begin")
+                with self._hang_ups.watched(connection.descriptor, gone):
+                    await self._stream(connection, frame, member_id, transport)
                 self._serving[task] = False
         except InvalidRequestError as error:  # it broke a rule: nobody knows what comes next
             await connection.send_last(Kind.ERROR, error_message(error))
             raise
 
-    async def _upload(self, connection: BulkConnection, kind: UploadKind, member_id: str, transport: Transport) -> None:
+    async def _stream(self, connection: ServedConnection, frame: Frame, member_id: str, transport: Transport) -> None:
+        """The stream that a frame begins."""
+        if frame.kind in _UPLOADS:
+            await self._upload(connection, _UPLOADS[frame.kind], member_id, transport)
+        elif frame.kind is Kind.PULL:
+            await self._pull(connection, frame, member_id, transport)
+        else:
+            raise malformed(f"{frame.kind.name} where a stream must begin")
+
+    async def _upload(self, connection: ServedConnection, kind: UploadKind, member_id: str, transport: Transport) -> None:
         incoming = _Incoming(connection, member_id)
         try:
             response = await self._transfers.upload(incoming.parts(), kind, transport)
@@ -246,7 +281,7 @@ class BulkServer:
         async with connection.in_time():
             await connection.send(Kind.RESULT, response.SerializeToString())
 
-    async def _pull(self, connection: BulkConnection, frame: Frame, member_id: str, transport: Transport) -> None:
+    async def _pull(self, connection: ServedConnection, frame: Frame, member_id: str, transport: Transport) -> None:
         async with connection.in_time():
             message = await connection.message(frame)
         try:
@@ -275,7 +310,7 @@ class BulkServer:
 class _Incoming:
     """One upload, as it comes over a connection."""
 
-    def __init__(self, connection: BulkConnection, member_id: str) -> None:
+    def __init__(self, connection: ServedConnection, member_id: str) -> None:
         self._connection = connection
         self._member_id = member_id
         self._ended = False

@@ -11,6 +11,7 @@ import asyncio
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor
 from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -31,7 +32,7 @@ class Disconnected(Exception):
     """The peer is gone, or lets a stream stand still: there is nobody to tell."""
 
 
-class BulkConnection:
+class ServedConnection:
     """Used by one task at a time. Its methods raise Disconnected, and InvalidRequestError / STREAM_MALFORMED."""
 
     def __init__(self, connected: socket.socket, *, idle_limit: timedelta) -> None:
@@ -44,10 +45,30 @@ class BulkConnection:
         self._unread = 0
         """Bytes of the payload at hand that are still to come over the socket."""
 
-    async def shake_hands(self) -> None:
-        """Begins TLS, where it is."""
-        if isinstance(self._socket, ssl.SSLSocket):
-            await self._perform(self._socket.do_handshake, writes=False)
+    @property
+    def descriptor(self) -> int:
+        """The socket's."""
+        return self._socket.fileno()
+
+    async def shake_hands(self, threads: Executor) -> None:
+        """Begins TLS, where it is: its arithmetic, which anybody can ask for, on `threads`, and the waits for the peer here."""
+        if not isinstance(self._socket, ssl.SSLSocket):
+            return
+        while True:
+            step = self._loop.run_in_executor(threads, self._socket.do_handshake)
+            try:
+                await asyncio.wait([step])
+            except asyncio.CancelledError:
+                await asyncio.wait([step])  # the socket is closed next: no thread is to be at work on it
+                raise
+            try:
+                step.result()
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
+                await self._ready(writes=isinstance(error, ssl.SSLWantWriteError))
+            except OSError as error:
+                raise Disconnected(str(error) or type(error).__name__) from error
+            else:
+                return
 
     def share(self, area: SharedArea, descriptor: int) -> None:
         """Has payloads go through `area`, which it takes over, and sends the peer its descriptor with READY. Before the first frame."""
@@ -240,12 +261,12 @@ class BulkConnection:
 class Data:
     """A payload that waits in a connection: a `Chunk` of an upload."""
 
-    def __init__(self, connection: BulkConnection, nbytes: int) -> None:
+    def __init__(self, connection: ServedConnection, nbytes: int) -> None:
         self._connection = connection
         self.nbytes = nbytes
 
     async def move_to(self, upload: Upload) -> None:
-        """Receives it into the upload's own memory. Raises as `BulkConnection.move`."""
+        """Receives it into the upload's own memory. Raises as `ServedConnection.move`."""
         await self._connection.move(upload)
 
 

@@ -14,7 +14,7 @@ from shoal_common.errors import PreconditionError, ShoalError
 from shoal_common.failpoints import failpoint
 from shoal_common.tasks import end_tasks
 
-from shoal_ps_server.replication.giving import Giver
+from shoal_ps_server.replication.giving import Giver, NotTaken
 from shoal_ps_server.service.layouts import Layouts
 from shoal_ps_server.session import MoveOrder
 from shoal_ps_server.storage.changes import Changes
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 class Report(Protocol):
     """Tells the coordinator what became of a move."""
 
-    def __call__(self, move: int, *, receiver: str = "", reason: str = "") -> None:
-        """The incarnation of the process that has the partitions, or why none has."""
+    def __call__(self, move: int, *, receiver: str = "", reason: str = "", giver_failed: bool = False) -> None:
+        """The incarnation of the process that has the partitions, or why none has, and whether that is this server's fault."""
 
 
 class Mover:
@@ -113,14 +113,20 @@ class Mover:
     async def _hand_over(self, order: MoveOrder) -> None:
         try:
             receiver = await self._giver.give(order)
+        except NotTaken as error:
+            self._not_given(order, error.error, giver_failed=False)
+            return
         except ShoalError as error:
-            logger.warning("partitions were not given away", extra={"move": order.move, "reason": error.reason, "error": error})
-            self._report(order.move, reason=f"{error.reason}: {error}")
+            self._not_given(order, error, giver_failed=True)
             return
         except Exception as error:  # else the coordinator would wait for a word for ever
             logger.exception("partitions were not given away")
-            self._report(order.move, reason=f"{type(error).__name__}: {error}")
+            self._report(order.move, reason=f"{type(error).__name__}: {error}", giver_failed=True)
             return
         logger.info("partitions were given away", extra={"move": order.move, "partitions": len(order.partition_ids)})
         self._report(order.move, receiver=receiver)
         failpoint("move.reported")
+
+    def _not_given(self, order: MoveOrder, error: ShoalError, *, giver_failed: bool) -> None:
+        logger.warning("partitions were not given away", extra={"move": order.move, "reason": error.reason, "error": error})
+        self._report(order.move, reason=f"{error.reason}: {error}", giver_failed=giver_failed)

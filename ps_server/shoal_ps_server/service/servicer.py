@@ -283,7 +283,12 @@ class ParameterServerServicer:
             optimizer=None if configuration is None else _optimizer_message(configuration.optimizer),
             consistency=None if configuration is None else _consistency_message(configuration.consistency),
             partitions=[
-                pb.PartitionVersion(partition_id=number, version=version, sequence=summary.sequences.get(number, 0))
+                pb.PartitionVersion(
+                    partition_id=number,
+                    version=version,
+                    sequence=summary.sequences.get(number, 0),
+                    moving=number in self._shard.frozen,
+                )
                 for number, version in summary.versions.items()
             ],
             clocks={member: each.clock for member, each in clocks.items()},

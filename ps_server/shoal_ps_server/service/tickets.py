@@ -16,7 +16,6 @@ MOST_OF_A_MEMBER: Final = 8
 """Connections that may speak for one member, with the tickets for more."""
 MOST_OF_ONLOOKERS: Final = 256
 """Those of all who speak for nobody together."""
-MOST_TOGETHER: Final = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +28,9 @@ class _Issued:
 class Tickets:
     """Those of one server, and the connections that were opened with them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, most_together: int) -> None:
+        """`most_together`: connections of all members, with the tickets for more."""
+        self._most_together = most_together
         self._issued: list[_Issued] = []
         """Not used yet; the oldest first."""
         self._open: Counter[str] = Counter()
@@ -43,10 +44,10 @@ class Tickets:
         self._issued = [each for each in self._issued if each.until > now]
         own = self._open[member_id] + sum(each.member_id == member_id for each in self._issued)
         most = MOST_OF_A_MEMBER if member_id else MOST_OF_ONLOOKERS
-        if own >= most or self._open.total() + len(self._issued) >= MOST_TOGETHER:
+        if own >= most or self._open.total() + len(self._issued) >= self._most_together:
             raise LimitError(
-                f"member {member_id!r} has {own} bulk connections of at most {most}, all together {self._open.total()} of {MOST_TOGETHER}; "
-                "close some, or push and pull over gRPC",
+                f"member {member_id!r} has {own} bulk connections of at most {most}, all together {self._open.total()} of "
+                f"{self._most_together}, 1024 or what the server's limit of open files allows for; close some, or push and pull over gRPC",
                 reason="CONNECTIONS_EXHAUSTED",
             )
         issued = _Issued(ticket=secrets.token_bytes(TICKET_BYTES), member_id=member_id, until=now + GOOD_FOR_S)

@@ -208,6 +208,7 @@ def members_to_json(members: Members) -> dict[str, Any]:
         "clocks": {member: [each.clock, each.origin] for member, each in members.clocks.items()},
         "slowest_clock": members.slowest_clock,
         "resting": sorted(member for member, each in members.clocks.items() if each.rests),
+        "taking_part": sorted(member for member, each in members.clocks.items() if each.takes_part),
         "opened": members.opened,
     }
 
@@ -215,12 +216,18 @@ def members_to_json(members: Members) -> dict[str, Any]:
 def members_from_json(value: Mapping[str, Any]) -> Members:
     """The inverse. Raises as `state_from_json`."""
     resting = frozenset(map(str, value.get("resting", ())))  # not in what was written before there was bsp
+    taking_part = frozenset(map(str, value.get("taking_part", ())))  # nor in what older releases wrote
     return Members(
         generation=int(value["generation"]),
         members=frozenset(map(str, value["members"])),
         put_out={str(member): int(generation) for member, generation in value["put_out"]},
         clocks={
-            str(member): MemberClock(clock=int(clock), origin=None if origin is None else int(origin), rests=str(member) in resting)
+            str(member): MemberClock(
+                clock=int(clock),
+                origin=None if origin is None else int(origin),
+                takes_part=str(member) in taking_part,
+                rests=str(member) in resting,
+            )
             for member, (clock, origin) in value["clocks"].items()
         },
         slowest_clock=int(value["slowest_clock"]),

@@ -323,6 +323,7 @@ class Replay:
             origin = self._clocks.members[push.member_id].origin if push.member_id in self._clocks.members else None
             if origin is not None:
                 self._clocks.open(origin + push.clock)
+                self._clocks.has_pushed(push.member_id)
 
     def _configure(self, record: Record) -> None:
         self.configuration = configuration_from_json(record.fields)

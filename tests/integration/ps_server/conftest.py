@@ -73,11 +73,16 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self._server: grpc.Server | None = None
         self._lock = threading.Lock()
 
+    @property
+    def address(self) -> str:
+        """Where it listens, or will: host:port."""
+        return f"127.0.0.1:{self._reserved.port}"
+
     def start(self) -> str:
         """Serves; returns host:port."""
         self._server = grpc.server(ThreadPoolExecutor(8))
         coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self, self._server)
-        address = f"127.0.0.1:{self._reserved.port}"
+        address = self.address
         if self.credentials is None:
             self._server.add_insecure_port(address)
         else:
@@ -348,7 +353,8 @@ class _Noted(ParameterServer):
 class Running:
     """One server on an event loop of its own thread."""
 
-    def __init__(self, directory: Path, **settings: Any) -> None:
+    def __init__(self, directory: Path, *, until_serving: bool = True, **settings: Any) -> None:
+        """`until_serving`: waits until it serves, which a backup may never do."""
         port_file = directory / f"port-{time.monotonic_ns()}"
         defaults = {"job": JOB, "server_id": "server", "port_file": port_file, "snapshot_interval": "0s"}
         self.settings = PsServerSettings.load(**{**defaults, **settings})
@@ -358,6 +364,8 @@ class Running:
         self.failure: BaseException | None = None
         self.thread = threading.Thread(target=self._run, name="test-ps-server", daemon=True)
         self.thread.start()
+        if not until_serving:
+            return
         wait_until(lambda: port_file.exists() or self.failure, "the server to serve")
         # One that has served, and failed since, is the test's business.
         if self.failure is not None and not port_file.exists():
@@ -411,13 +419,15 @@ def cluster(tmp_path: Path, transport: Transport, monkeypatch: pytest.MonkeyPatc
 class ServerProcess:
     """`python -m shoal_ps_server`, as launchers start it."""
 
-    def __init__(self, directory: Path, *flags: str) -> None:
+    def __init__(self, directory: Path, *flags: str, most_descriptors: int | None = None) -> None:
+        """`most_descriptors`: the limit of its open files; None: this process's."""
         self._port_file = directory / f"port-{time.monotonic_ns()}"
         self._log = directory / f"log-{time.monotonic_ns()}"
         environment = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
+        limited = [] if most_descriptors is None else ["sh", "-c", f'ulimit -n {most_descriptors}; exec "$@"', "sh"]
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "shoal_ps_server", "--port-file", str(self._port_file), *flags],
+                [*limited, sys.executable, "-m", "shoal_ps_server", "--port-file", str(self._port_file), *flags],
                 stderr=log,
                 env={**environment, "OMP_NUM_THREADS": "1"},
             )
@@ -449,11 +459,11 @@ class ServerProcess:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
-    """start(*flags) -> ServerProcess"""
+    """start(*flags, most_descriptors) -> ServerProcess"""
     started: list[ServerProcess] = []
 
-    def start_one(*flags: str) -> ServerProcess:
-        started.append(ServerProcess(tmp_path, *flags))
+    def start_one(*flags: str, most_descriptors: int | None = None) -> ServerProcess:
+        started.append(ServerProcess(tmp_path, *flags, most_descriptors=most_descriptors))
         return started[-1]
 
     yield start_one

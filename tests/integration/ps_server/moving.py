@@ -38,7 +38,8 @@ ASP = pb.Consistency(mode=pb.Consistency.MODE_ASP)
 class MovingCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
     """Any number of servers, `s0`, `s1`, ... at the places 0, 1, ...; what it decides is its shard map. Its own lock guards its state."""
 
-    def __init__(self, *tensors: tuple[str, int, str], partition: int) -> None:
+    def __init__(self, *tensors: tuple[str, int, str], partition: int, credentials: grpc.ServerCredentials | None = None) -> None:
+        """`credentials`: for TLS."""
         self._lock = threading.RLock()
         self.map = shard_map(*tensors, partition=partition)
         self.order: coordinator_pb2.MovePartitions | None = None
@@ -54,7 +55,10 @@ class MovingCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self, self._server)
         with ReservedPort() as reserved:
             self.address = f"127.0.0.1:{reserved.port}"
-            self._server.add_insecure_port(self.address)
+            if credentials is None:
+                self._server.add_insecure_port(self.address)
+            else:
+                self._server.add_secure_port(self.address, credentials)
             self._server.start()
 
     def close(self) -> None:
@@ -159,7 +163,17 @@ class MovingCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
 class MovingServer:
     """The process of one place, which can be started again over the same data."""
 
-    def __init__(self, zygote: Zygote, directory: Path, coordinator: MovingCoordinator, index: int, *, keeps_data: bool = True) -> None:
+    def __init__(
+        self,
+        zygote: Zygote,
+        directory: Path,
+        coordinator: MovingCoordinator,
+        index: int,
+        *,
+        keeps_data: bool = True,
+        flags: Sequence[str] = (),
+    ) -> None:
+        self._flags = flags
         self._zygote, self._directory, self._coordinator, self._index = zygote, directory, coordinator, index
         self._keeps_data = keeps_data
         self.process: Child
@@ -170,7 +184,7 @@ class MovingServer:
             self._coordinator.registered.pop(self._index, None)
         port_file = self._directory / f"{time.monotonic_ns()}.json"
         arguments = ["--coordinator", self._coordinator.address, "--job", JOB, "--server-id", f"s{self._index}"]
-        arguments += ["--port-file", str(port_file), "--snapshot-interval", "0s"]
+        arguments += ["--port-file", str(port_file), "--snapshot-interval", "0s", *self._flags]
         if self._keeps_data:
             arguments += ["--data-dir", str(self._directory / f"data-{self._index}")]
         self.process = self._zygote.start("server", arguments, output=self._directory / f"log-{self._index}", **environment)
@@ -190,7 +204,9 @@ class Trainer:
     """One worker: follows the shard map, and sends again what was not acknowledged, under the same numbers. `whole` is a server that does
     the same without moves."""
 
-    def __init__(self, coordinator: MovingCoordinator, *, member: str = "a", optimizer: pb.OptimizerSpec = ADAMW) -> None:
+    def __init__(self, coordinator: MovingCoordinator, *, member: str = "a", optimizer: pb.OptimizerSpec = ADAMW, **channel: Any) -> None:
+        """`channel`: ChannelSettings besides the address."""
+        self._channel = channel
         self._coordinator = coordinator
         self._member = member
         self._optimizer = optimizer
@@ -308,7 +324,7 @@ class Trainer:
     def _client(self, index: int) -> ParameterServerClient:
         address = self._coordinator.address_of(index)
         if address not in self._clients:
-            self._clients[address] = ParameterServerClient(ChannelSettings(address=address), transport=Transport.GRPC)
+            self._clients[address] = ParameterServerClient(ChannelSettings(address=address, **self._channel), transport=Transport.GRPC)
         return self._clients[address]
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -17,9 +18,13 @@ from shoal_common.errors import ShoalError, UnavailableError
 from shoal_common.wire import decode_follow_chunk
 from shoal_protos.v1 import coordinator_pb2
 from shoal_protos.v1 import parameter_server_pb2 as pb
+from shoal_ps_server.replication import standby as standby_module
 from shoal_ps_server.replication.items import FORMAT_VERSION
 from shoal_ps_server.replication.primary import Backup
 from shoal_ps_server.service import standing
+from shoal_ps_server.storage.directory import DataDirectory
+from shoal_ps_server.storage.record import Record
+from shoal_ps_server.storage.recovery import PUSH, Replay
 
 from tests.integration.ps_server.conftest import Cluster, Running, ScriptedCoordinator, wait_until
 
@@ -179,13 +184,8 @@ def test_a_server_that_was_a_backup_asks_the_coordinator_before_it_serves(cluste
     monkeypatch.setattr(standing, "_PLACE_WAIT", timedelta(milliseconds=50))
     member = primary(cluster)
     member.push(1.0)
-    other = ScriptedCoordinator()
-    address = other.start()
-    other.place = coordinator_pb2.ServerPlace(epoch=2, role=BACKUP, primary_address=cluster.running.address, backup_id="b")
-    other.shard_map = cluster.coordinator.shard_map
-    other.members(1, "a", "b")
-    settings: dict[str, Any] = {"coordinator": address, "server_id": "b", "data_dir": cluster.directory / "b"}
-    try:
+    with told_to_follow(cluster) as other:
+        settings: dict[str, Any] = {"coordinator": other.address, "server_id": "b", "data_dir": cluster.directory / "b"}
         backup = Running(cluster.directory, **settings)
         assert report(cluster).in_sync
         backup.stop()
@@ -200,8 +200,6 @@ def test_a_server_that_was_a_backup_asks_the_coordinator_before_it_serves(cluste
         finally:
             again.stop()
             again.thread.join(30)
-    finally:
-        other.close()
 
 
 def test_a_primary_that_was_started_anew_does_not_serve_beside_a_backup_that_is_taken_for_in_sync(
@@ -224,6 +222,77 @@ def test_a_primary_that_was_started_anew_does_not_serve_beside_a_backup_that_is_
     assert caught.value.reason == "PLACE_UNKNOWN"
     cluster.coordinator.placed(epoch=3)
     wait_until(lambda: _pushes(member), "the server to serve")
+
+
+@contextmanager
+def told_to_follow(cluster: Cluster) -> Iterator[ScriptedCoordinator]:
+    """What the server `b` hears of the coordinator: that it follows the cluster's server."""
+    other = ScriptedCoordinator()
+    other.start()
+    other.place = coordinator_pb2.ServerPlace(epoch=2, role=BACKUP, primary_address=cluster.running.address, backup_id="b")
+    other.shard_map = cluster.coordinator.shard_map
+    other.members(1, "a", "b")
+    try:
+        yield other
+    finally:
+        other.close()
+
+
+def holds(directory: Path) -> dict[int, int]:
+    """What a server that has ended left in its directory: the versions of its partitions."""
+    with DataDirectory(directory) as data:
+        recovered = data.recover(job_id="job", server_id="b")
+        return dict(recovered.shard.summary().versions)
+
+
+def test_a_backup_that_cannot_make_a_change_copies_all_anew(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standby_module, "_DIVERGED_AGAIN_S", 0.1)
+    make, failed = Replay.make, threading.Event()
+
+    def fails_once(replay: Replay, record: Record) -> None:
+        if record.kind == PUSH and not failed.is_set():
+            failed.set()
+            raise ValueError("it cannot be")
+        make(replay, record)
+
+    monkeypatch.setattr(Replay, "make", fails_once)
+    member = primary(cluster)
+    with told_to_follow(cluster) as other:
+        backup = Running(cluster.directory, coordinator=other.address, server_id="b", data_dir=cluster.directory / "b")
+        try:
+            assert report(cluster).in_sync
+            pushing = threading.Thread(target=wait_until, args=(lambda: _pushes(member), "the push to be acknowledged"))
+            pushing.start()
+            while report(cluster).in_sync:
+                pass
+            assert failed.is_set()
+            cluster.coordinator.placed(epoch=3, backup_id="b")
+            other.placed(epoch=3, role=BACKUP, primary_address=cluster.running.address, backup_id="b")
+            while not report(cluster).in_sync:
+                pass
+            pushing.join(30)
+            wait_until(lambda: _pushes(member), "a push that the backup has as well")
+        finally:
+            backup.stop()
+        assert backup.failure is None
+    assert holds(cluster.directory / "b") == {each.partition_id: each.version for each in member.client.get_server().partitions}
+
+
+@pytest.mark.parametrize("damaged", ["snapshot.safetensors", "journal.00000001"])
+def test_a_backup_whose_directory_cannot_be_read_copies_all_anew(cluster: Cluster, damaged: str) -> None:
+    member = primary(cluster)
+    member.push(1.0)
+    data = cluster.directory / "b"
+    data.mkdir()
+    (data / damaged).write_bytes(b"nothing that it wrote")
+    with told_to_follow(cluster) as other:
+        backup = Running(cluster.directory, until_serving=False, coordinator=other.address, server_id="b", data_dir=data)
+        try:
+            assert report(cluster).in_sync
+        finally:
+            backup.stop()
+        assert backup.failure is None
+    assert holds(data) == {each.partition_id: each.version for each in member.client.get_server().partitions}
 
 
 def _pushes(member: Any) -> bool:

@@ -22,7 +22,7 @@ import trustme
 from shoal_common.bulk.area import SharedArea
 from shoal_common.bulk.frames import HEAD_BYTES, LARGEST_MESSAGE_BYTES, TICKET_BYTES, Kind, greeting, head, parse_head
 from shoal_common.bulk.transport import Transport
-from shoal_common.clients.bulk import BulkConnection
+from shoal_common.clients.bulk import OpenedConnection
 from shoal_common.clients.parameter_server import ParameterServerClient
 from shoal_common.clients.pull import PullReceiver
 from shoal_common.errors import LimitError, PermissionDeniedError, ShoalError, UnavailableError
@@ -132,7 +132,7 @@ def test_with_tls_on_the_rpcs_the_bulk_channel_has_it_too(cluster, tmp_path, mut
         authority_alone = TlsSettings(authority=files["authority"])
         channel = ChannelSettings(address=cluster.running.address, tls=authority_alone)
         with pytest.raises((ShoalError, OSError)):
-            BulkConnection.open(Transport.TCP, client.open_data("job"), channel, "")
+            OpenedConnection.open(Transport.TCP, client.open_data("job"), channel, "", until=time.monotonic() + 30)
 
 
 def test_who_may_only_look_can_pull_and_not_push(cluster, tmp_path) -> None:
@@ -182,6 +182,38 @@ def test_a_member_has_so_many_connections(cluster) -> None:
         wire.close()
     cluster.wait_until(lambda: not connections(cluster, Transport.TCP), "the connections to end")
     assert client.open_data("job", "a").ticket
+
+
+def test_bulk_connections_leave_descriptors_for_everything_else(cluster, start, tmp_path) -> None:
+    members = [f"worker-{number}" for number in range(8)]
+    cluster.declare(members={1: members})
+    flags = ("--coordinator", cluster.address, "--job", "job", "--server-id", "server", "--data-dir", str(tmp_path / "data"))
+    process = start(*flags, most_descriptors=128)
+    client = process.client()
+    wires: list[Wire] = []
+    refusals: set[str] = set()
+    for name in members:
+        for _ in range(MOST_OF_A_MEMBER):
+            try:
+                wires.append(Wire(client.open_data("job", name), memory=True))
+            except LimitError as error:
+                refusals.add(error.reason)
+            else:
+                os.close(wires[-1].ready())
+    assert refusals == {"CONNECTIONS_EXHAUSTED"}
+    assert 10 < len(wires) < 32
+    late = process.client()  # another connection
+    client.configure_optimizer(
+        "job", pb.OptimizerSpec(name="sgd", hyperparameters={"lr": 1.0}), pb.Consistency(mode=pb.Consistency.MODE_ASP)
+    )
+    member = cluster.member(late, members[-1])
+    member.initialize(np.zeros(1))
+    late.snapshot("job")  # begins a file of the journal
+    assert {each.version for each in member.push(1.0)} == {2}
+    for wire in wires:
+        wire.close()
+    client.close()
+    late.close()
 
 
 # ---------------------------------------------------------------------------------------------------------------- what it refuses
@@ -393,7 +425,9 @@ def test_hundreds_of_connections_leave_no_descriptors_and_no_memory(cluster, sta
         channel = ChannelSettings(address=process.address())
         for _ in range(times):
             for transport in (Transport.TCP, Transport.MEMORY):
-                with closing(BulkConnection.open(transport, client.open_data("job"), channel, "")) as connection:
+                with closing(
+                    OpenedConnection.open(transport, client.open_data("job"), channel, "", until=time.monotonic() + 30)
+                ) as connection:
                     assert len(connection.pull(request, PullReceiver(lambda _: None), time.monotonic() + 30)) == 2
 
     def descriptors(process: int) -> int:

@@ -9,10 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+import grpc
 import pytest
+import trustme
 from shoal_common.clients.parameter_server import ParameterServerClient
 from shoal_common.errors import PreconditionError, UnavailableError
 from shoal_common.rpc.channel import ChannelSettings
+from shoal_common.security import TlsSettings
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from tests.integration.ps_server.conftest import JOB
@@ -97,6 +100,41 @@ def test_partitions_move_while_pushes_go_on_and_nothing_is_lost_or_doubled(start
     assert (pair.held(0), pair.held(1)) == ({2, 3}, {0, 1})
     assert pair.servers[0].metric("shoal_ps_frozen_seconds_count") == 2
     assert pair.servers[1].metric("shoal_ps_moved_partitions_total") == 4
+
+
+def test_partitions_move_between_servers_that_ask_each_other_for_certificates_and_tokens(zygote: Zygote, tmp_path: Path) -> None:
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1")
+    files = {name: tmp_path / f"{name}.pem" for name in ("authority", "certificate", "key")}
+    authority.cert_pem.write_to_path(files["authority"])
+    issued.cert_chain_pems[0].write_to_path(files["certificate"])
+    issued.private_key_pem.write_to_path(files["key"])
+    tokens = tmp_path / "tokens"
+    tokens.write_text("server: st\nworker: wt\n")
+    flags = ["--tokens", str(tokens), "--token", "st", "--tls-require-client-certificate"]
+    for name, path in files.items():
+        flags += [f"--tls-{name}", str(path)]
+    credentials = grpc.ssl_server_credentials([(files["key"].read_bytes(), files["certificate"].read_bytes())])
+    coordinator = MovingCoordinator(("weight", 1000, "float32"), partition=256, credentials=credentials)
+    trainer = Trainer(coordinator, tls=TlsSettings(**files), token="wt")
+    servers = [MovingServer(zygote, tmp_path, coordinator, index, flags=flags) for index in range(2)]
+    try:
+        for server in servers:
+            server.start()
+        trainer.begin()
+        trainer.step()
+        coordinator.move([1, 3], 0, 1)
+        report = coordinator.reports.get(timeout=60)
+        assert report.taken, report.reason
+        trainer.step()
+        trainer.check()
+        assert (coordinator.owner(1), coordinator.owner(3)) == (1, 1)
+    finally:
+        trainer.close()
+        for server in servers:
+            server.process.kill()
+            server.process.wait()
+        coordinator.close()
 
 
 @pytest.mark.slow
@@ -204,6 +242,7 @@ def test_clocks_are_not_told_to_a_server_that_has_given_a_copy_of_them_away(star
             tell(giver, 4, 1)
         assert moving.value.reason == "PARTITION_MOVING"
         assert moving.value.retry_after is not None
+        assert {each.partition_id for each in giver.get_server().partitions if each.moving} == {1, 3}
         coordinator.decide(report)
         with pytest.raises(PreconditionError) as stale:
             eventually(lambda: _answers(lambda: tell(giver, 4, 1)), "the giver to know the new map")

@@ -21,6 +21,7 @@ from shoal_common.errors import (
     AuthenticationError,
     ConfigurationError,
     CorruptDataError,
+    InvalidRequestError,
     PermissionDeniedError,
     PreconditionError,
     ShoalError,
@@ -132,7 +133,11 @@ def test_a_damaged_snapshot_keeps_the_server_from_starting_and_stays_as_it_is(cl
     with pytest.raises(CorruptDataError, match=r"snapshot\.safetensors is damaged"):
         cluster.unregistered(data_dir=snapshot.parent)
     assert snapshot.read_bytes() == b"no snapshot at all"
-    assert cluster.coordinator.registrations.empty()
+    assert not cluster.coordinator.registrations.get(timeout=30).address  # it asked whether it is a backup, and is none
+    cluster.coordinator.refusal = InvalidRequestError("register.address='': this job has no backups", reason="REQUEST_INVALID")
+    with pytest.raises(CorruptDataError, match=r"snapshot\.safetensors is damaged"):
+        cluster.unregistered(data_dir=snapshot.parent)
+    assert snapshot.read_bytes() == b"no snapshot at all"
 
 
 def test_what_keeps_a_server_from_starting_is_one_line(start) -> None:

@@ -263,11 +263,19 @@ class Story:
         self.happen(ServerLost(server_id=server, ending=Ending.STREAM_BROKEN))
 
     def report(self, giver: str, move: str, what: str, life: str = "1") -> None:
-        """A giver's word on a move: `taken` by the receiver's process `life`, or `kept`."""
+        """A giver's word on a move: `taken` by the receiver's process `life`, `kept` by the receiver's fault, or by its own (`failed`)."""
         taken = what == "taken"
-        incarnation = life if taken else ""
-        reason = "" if taken else "the receiver is too slow"
-        self.happen(MoveReported(server_id=giver, move=int(move), taken=taken, receiver_incarnation=incarnation, reason=reason))
+        reasons = {"taken": "", "kept": "the receiver is too slow", "failed": "the giver's disk is full"}
+        self.happen(
+            MoveReported(
+                server_id=giver,
+                move=int(move),
+                taken=taken,
+                receiver_incarnation=life if taken else "",
+                reason=reasons[what],
+                giver_failed=what == "failed",
+            )
+        )
 
     def drain_server(self, server: str) -> None:
         self.happen(ServerDrainRequested(server_id=server, reason="asked to"))

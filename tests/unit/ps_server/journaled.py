@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import shutil
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -169,3 +170,14 @@ def file(path: Path) -> Path:
     """The journal's only file."""
     (found,) = path.glob("journal.0*")
     return found
+
+
+@contextmanager
+def largest_file(nbytes: int) -> Iterator[None]:
+    """No file of this process can grow beyond it: what a full disk is to a journal."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -198,8 +198,9 @@ class Told:
             moves=moved.server.moves, giver=moved.giver, layouts=moved.layouts, changes=moved.server.changes, report=self._report
         )
 
-    def _report(self, move: int, *, receiver: str = "", reason: str = "") -> None:
+    def _report(self, move: int, *, receiver: str = "", reason: str = "", giver_failed: bool = False) -> None:
         self.reports.append((move, receiver, reason))
+        self.blames_itself = giver_failed
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Mover]:

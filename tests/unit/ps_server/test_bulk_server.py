@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,12 +15,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import trustme
 from prometheus_client import CollectorRegistry
 from shoal_common.bulk.area import SharedArea
 from shoal_common.bulk.frames import HEAD_BYTES, Frame, Kind, greeting, head, parse_head
+from shoal_common.bulk.transport import Transport
 from shoal_common.rpc.status import from_error_message
+from shoal_common.security import TlsSettings
 from shoal_protos.v1 import parameter_server_pb2 as pb
-from shoal_ps_server.consistency.clocks import Clocks
+from shoal_ps_server.consistency.clocks import Clocks, Consistency, ConsistencyMode
 from shoal_ps_server.consistency.fence import Fence
 from shoal_ps_server.consistency.membership import Membership
 from shoal_ps_server.metrics import Metrics
@@ -41,15 +46,15 @@ PULL = pb.PullRequest(job_id="job", shard_map_epoch=1).SerializeToString()
 class Serving:
     """One bulk server, one partition with values, members a and b in generation 1."""
 
-    def __init__(self, make, *, idle: timedelta, staging: int) -> None:
+    def __init__(self, make, *, idle: timedelta, staging: int, tls: TlsSettings | None) -> None:
         layout = make.layout(make.spec(length=LENGTH))
         self.shard = make.shard(make.spec(length=LENGTH))
         self.staging = Staging(nbytes=staging)
-        membership = Membership(fence=Fence(), clocks=Clocks())
+        self.membership = membership = Membership(fence=Fence(), clocks=Clocks(), push_wait=timedelta(minutes=10))
         membership.learn(1, ["a", "b"])
         metrics = Metrics(CollectorRegistry())
         layouts = Layouts(current=layout, fetch=lambda: asyncio.sleep(0, layout), adopt=lambda _: asyncio.sleep(0))
-        self.tickets = Tickets()
+        self.tickets = Tickets(most_together=100)
         changes = Changes(shard=self.shard, layout=lambda: layout, members=Members)
         intake = Intake(
             job_id="job",
@@ -63,7 +68,7 @@ class Serving:
         )
         pulls = Pulls(shard=self.shard, membership=membership, quiet=changes.quiet, waited=lambda _: None, answered=lambda *_: None)
         transfers = Transfers(job_id="job", check_place=self._has_its_place, layouts=layouts, intake=intake, pulls=pulls, metrics=metrics)
-        self.server = BulkServer(tickets=self.tickets, transfers=transfers, metrics=metrics, tls=None, idle_limit=idle)
+        self.server = BulkServer(tickets=self.tickets, transfers=transfers, metrics=metrics, tls=tls, most_strangers=5, idle_limit=idle)
         self.server.start("127.0.0.1", 0)
 
     async def _has_its_place(self) -> None:
@@ -82,11 +87,13 @@ class Serving:
 
 @pytest.fixture
 def serving(make):
-    """serving(idle, staging): a `Serving`, in an async with."""
+    """serving(idle, staging, tls): a `Serving`, in an async with."""
 
     @asynccontextmanager
-    async def serve(idle: timedelta = timedelta(seconds=30), staging: int = 1 << 30) -> AsyncIterator[Serving]:
-        made = Serving(make, idle=idle, staging=staging)
+    async def serve(
+        idle: timedelta = timedelta(seconds=30), staging: int = 1 << 30, tls: TlsSettings | None = None
+    ) -> AsyncIterator[Serving]:
+        made = Serving(make, idle=idle, staging=staging, tls=tls)
         try:
             async with asyncio.timeout(60):
                 yield made
@@ -254,12 +261,110 @@ def test_a_stranger_that_says_nothing_is_no_burden(serving, monkeypatch) -> None
     async def scenario() -> None:
         async with serving() as made:
             strangers = [socket.create_connection(("127.0.0.1", made.server.port)) for _ in range(5)]
-            while len(made.server._strangers) < 5:
+            while len(made.server._strangers[Transport.TCP]) < 5:
                 await asyncio.sleep(0.01)
             for stranger in strangers:
                 stranger.setblocking(False)
                 assert await ends(stranger)
-            assert not made.server._strangers
+            assert not any(made.server._strangers.values())
+
+    asyncio.run(scenario())
+
+
+def test_one_stranger_more_takes_the_place_of_the_oldest_and_those_of_this_machine_have_places_of_their_own(serving) -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        async with serving() as made:
+            strangers = [socket.create_connection(("127.0.0.1", made.server.port)) for _ in range(8)]
+            for stranger in strangers:
+                stranger.setblocking(False)
+            for oldest in strangers[:3]:
+                assert await ends(oldest)
+            assert len(made.server._strangers[Transport.TCP]) == 5
+            (await made.connect()).close()  # with a ticket, and in the place of another one
+            assert await ends(strangers[3])
+            local = socket.socket(socket.AF_UNIX)
+            local.setblocking(False)
+            await loop.sock_connect(local, f"\0{made.server.memory_name}")
+            await loop.sock_sendall(local, greeting(made.tickets.issue("", loop.time())))
+            assert (await frame(local)).kind is Kind.READY
+            local.close()
+            assert len(made.server._strangers[Transport.TCP]) == 4
+            for stranger in strangers[4:]:
+                await loop.sock_sendall(stranger, b"no greeting at all, but as long as one, or longer than that")
+                assert (await frame(stranger)).kind is Kind.ERROR
+                stranger.close()
+
+    asyncio.run(scenario())
+
+
+def test_handshakes_of_strangers_are_not_the_event_loops_work(serving, tmp_path, monkeypatch) -> None:
+    """Nor does a silent one hold another one's handshake up."""
+    threads: list[str] = []
+
+    class Handshakes(ssl.SSLSocket):
+        def do_handshake(self, block: bool = False) -> None:
+            threads.append(threading.current_thread().name)
+            super().do_handshake(block)
+
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1")
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    issued.cert_chain_pems[0].write_to_path(certificate)
+    issued.private_key_pem.write_to_path(key)
+    monkeypatch.setattr(ssl.SSLContext, "sslsocket_class", Handshakes)
+
+    async def scenario() -> None:
+        async with serving(tls=TlsSettings(certificate=certificate, key=key)) as made:
+            silent = [socket.create_connection(("127.0.0.1", made.server.port)) for _ in range(3)]
+            while len(made.server._strangers[Transport.TCP]) < 3:
+                await asyncio.sleep(0.01)
+            context = ssl.create_default_context()
+            authority.configure_trust(context)
+            reader, writer = await asyncio.open_connection("127.0.0.1", made.server.port, ssl=context)
+            writer.write(greeting(made.tickets.issue("a", asyncio.get_running_loop().time())))
+            assert parse_head(await reader.readexactly(HEAD_BYTES)).kind is Kind.READY
+            assert len(made.server._strangers[Transport.TCP]) == 3
+            writer.close()
+            for stranger in silent:
+                stranger.close()
+            while made.server._serving:
+                await asyncio.sleep(0.01)
+        assert len(threads) >= 5
+        assert {name.rpartition("_")[0] for name in threads} == {"shoal-ps-tls"}
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("kind", [Kind.PUSH, Kind.PULL])
+@pytest.mark.parametrize("over", [Transport.TCP, Transport.MEMORY])
+def test_a_peer_that_goes_away_while_its_stream_waits_is_noticed(serving, over, kind) -> None:
+    """As gRPC cancels a call: here under bsp, which has it wait for member b."""
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        async with serving(idle=timedelta(minutes=10), staging=4 * LENGTH) as made:
+            made.membership.consistency = Consistency(mode=ConsistencyMode.BSP)
+            made.membership.finished("a", 0)
+            made.membership.finished("b", 0)
+            if over is Transport.TCP:
+                waiting = await made.connect()
+            else:
+                waiting = socket.socket(socket.AF_UNIX)
+                waiting.setblocking(False)
+                await loop.sock_connect(waiting, f"\0{made.server.memory_name}")
+                await loop.sock_sendall(waiting, greeting(made.tickets.issue("a", loop.time())))
+                assert (await frame(waiting)).kind is Kind.READY
+            pull = pb.PullRequest(job_id="job", shard_map_epoch=1, member_id="a", generation=1, clock=1, wait_ms=60_000).SerializeToString()
+            begun = opening() + head(Kind.DATA, 1000) if kind is Kind.PUSH else head(kind, len(pull)) + pull
+            await loop.sock_sendall(waiting, begun)
+            while not made.membership._news._waiters:
+                await asyncio.sleep(0.01)
+            assert any(made.server._serving.values())
+            waiting.close()
+            while made.server._serving:
+                await asyncio.sleep(0.01)
+            assert not made.membership._news._waiters
 
     asyncio.run(scenario())
 

@@ -56,6 +56,18 @@ def test_a_joiner_starts_where_the_slowest_stands_however_it_counts() -> None:
     assert clocks.lead("resumed") == 3
 
 
+def test_a_member_that_is_placed_anew_takes_part_when_it_has_read() -> None:
+    """Until then it may be placed on other servers still, and nobody is to find its own place by it."""
+    clocks = Clocks()
+    clocks.follow(["a"])
+    clocks.arrive("a", 3)
+    assert clocks.members["a"].takes_part
+    clocks.report("a", 3, place=7)
+    assert not clocks.members["a"].takes_part
+    clocks.has_read("a", 3)
+    assert clocks.members["a"].takes_part
+
+
 def test_a_member_that_leaves_stops_counting() -> None:
     clocks = Clocks()
     clocks.follow(["fast", "slow"])

@@ -22,6 +22,7 @@ from shoal_ps_server.service.pulls import Pulls
 from shoal_ps_server.service.requests import Pull, Wanted
 from shoal_ps_server.shard.optimizer import ParameterGroup, optimizer_settings
 from shoal_ps_server.shard.payload import Upload, UploadHeader, bytes_of
+from shoal_ps_server.shard.shard import Shard
 from shoal_ps_server.storage.changes import Changes
 from shoal_ps_server.storage.directory import DataDirectory
 from shoal_ps_server.storage.image import Members
@@ -272,6 +273,24 @@ def test_after_a_restart_members_are_compensated_for_what_a_snapshot_knows_that_
             assert server.shard.summary().stored_bytes == 24
 
     run(test())
+
+
+def test_a_gradient_of_values_that_were_pulled_before_a_move_is_applied_as_it_came_and_the_next_is_compensated(make) -> None:
+    giver = make.shard(make.spec(0), values=torch.zeros(6), optimizer=settings())
+    for member in "ab":
+        giver.note_pull(0, member)
+    giver.push(make.upload(torch.ones(6), make.spec(0), member="a"))
+    giver.freeze({0})
+    receiver = Shard(optimizer=settings())
+    receiver.put(giver.frozen_image(0).copy())
+    outcome = receiver.push(make.upload(torch.ones(6), make.spec(0), member="b"))
+    assert (outcome.version, outcome.staleness) == (3, 1)
+    assert make.values(receiver).tolist() == [-0.5] * 6
+    for member in "ab":
+        receiver.note_pull(0, member)
+    receiver.push(make.upload(torch.ones(6), make.spec(0), member="a", sequence=2, base_version=3))
+    receiver.push(make.upload(torch.ones(6), make.spec(0), member="b", sequence=2, base_version=3))
+    assert make.values(receiver).tolist() == [-0.75 - 0.25 * (1 + STRENGTH * -0.25)] * 6
 
 
 def test_after_a_crash_nothing_is_kept_for_members_that_had_been_put_out(make, tmp_path) -> None:

@@ -282,15 +282,15 @@ def test_members_are_as_far_apart_after_a_crash_as_they_were_before(make, tmp_pa
 
 
 def test_which_iteration_of_bsp_is_open_and_who_rests_is_known_after_a_crash(make, tmp_path) -> None:
-    """So a joiner begins behind what was let in, and nobody waits for a member that has nothing to do."""
+    """So a joiner begins behind what was let in, by the count of who takes part, and nobody waits for a member that has nothing to do."""
     bsp = Consistency(mode=ConsistencyMode.BSP)
 
     def check(clocks: Clocks) -> None:
         assert (clocks.opened, clocks.slowest) == (3, 2)
-        assert {member: (each.clock, each.rests) for member, each in clocks.members.items()} == {
-            "a": (2, False),
-            "b": (2, False),
-            "c": (0, True),
+        assert {member: (each.clock, each.rests, each.takes_part) for member, each in clocks.members.items()} == {
+            "a": (2, False, True),
+            "b": (2, False, False),  # it was placed anew since its last push
+            "c": (0, True, False),
         }
         clocks.follow(["a", "b", "c", "joiner"])
         assert clocks.members["joiner"].clock == 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,18 +15,7 @@ from shoal_common.errors import UnavailableError
 from shoal_ps_server.shard.optimizer import optimizer_settings
 from shoal_ps_server.storage.segments import Segments
 
-from tests.unit.ps_server.journaled import begun, file, opened, recovered, run, same, state_of
-
-
-@contextmanager
-def largest_file(nbytes: int) -> Iterator[None]:
-    """No file of this process can grow beyond it: what a full disk is to a journal."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+from tests.unit.ps_server.journaled import begun, file, largest_file, opened, recovered, run, same, state_of
 
 
 def test_a_full_disk_refuses_pushes_and_changes_nothing_and_once_there_is_room_they_go_on(make, tmp_path) -> None:

@@ -11,8 +11,7 @@ from shoal_common.errors import UnavailableError
 from shoal_ps_server.storage.record import Record
 from shoal_ps_server.storage.recovery import MEMBERS, PUSH
 
-from tests.unit.ps_server.journaled import Journaled, begun, opened, run, same, state_of
-from tests.unit.ps_server.test_journal_disks import largest_file
+from tests.unit.ps_server.journaled import Journaled, begun, largest_file, opened, run, same, state_of
 
 
 class Following:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +12,13 @@ import grpc
 import grpc.aio
 import pytest
 from shoal_common.errors import PreconditionError, ShoalError, UnavailableError
+from shoal_ps_server.replication.giving import NotTaken
 from shoal_ps_server.session import MoveOrder
 from shoal_ps_server.shard.shard import Shard
 from shoal_ps_server.storage.moves import Moves
 from shoal_ps_server.storage.recovery import LEAVING, PUSH
 
-from tests.unit.ps_server.journaled import opened, run
+from tests.unit.ps_server.journaled import largest_file, opened, run
 from tests.unit.ps_server.moving import ORDER, Follows, Moved, Told, layout_of, specs, two, until
 
 
@@ -32,7 +34,7 @@ def test_what_is_not_taken_is_served_on(make, tmp_path) -> None:
                 raise UnavailableError("the receiver is gone")
 
             giver.giver.transfer = fail
-            with pytest.raises(UnavailableError, match="gone"):
+            with pytest.raises(NotTaken, match="gone"):
                 await giver.giver.give(ORDER)
             await history.push(giver.server, 3)
 
@@ -42,19 +44,20 @@ def test_what_is_not_taken_is_served_on(make, tmp_path) -> None:
 
             giver.giver.transfer = stands
             giver.giver._idle_limit_s = 0.01
-            with pytest.raises(UnavailableError, match=r"took nothing for 0\.01 s"):
+            with pytest.raises(NotTaken, match=r"took nothing for 0\.01 s"):
                 await giver.giver.give(replace(ORDER, move=2))
             await history.push(giver.server, 4)
             for wrong, reason in (
                 (replace(ORDER, move=3, partition_ids=frozenset({9})), "LAYOUT_CONFLICT"),
                 (replace(ORDER, move=3, receiver_index=0), "LAYOUT_CONFLICT"),
                 (replace(ORDER, move=2), "MOVE_GIVEN_UP"),
-                (replace(ORDER, move=4, receiver_address=""), "RECEIVER_AWAY"),
                 (replace(ORDER, move=5, giver_incarnation="another"), "MOVE_GIVEN_UP"),
             ):
                 with pytest.raises(ShoalError) as caught:
                     await giver.giver.give(wrong)
                 assert caught.value.reason == reason
+            with pytest.raises(NotTaken, match="server 1 is away"):
+                await giver.giver.give(replace(ORDER, move=6, receiver_address=""))
             await history.push(giver.server, 5)
             assert history.has(giver.server.shard)
 
@@ -192,7 +195,46 @@ def test_a_giver_that_cannot_put_together_what_it_sends_says_so_and_serves_on(ma
                 await until(lambda: bool(told.reports))
             assert told.reports[0][1] == ""
             assert "could not be put together" in told.reports[0][2]
+            assert told.blames_itself
             await history.push(giver.server, 3)
         await server.stop(None)
+
+    run(test())
+
+
+def test_a_giver_says_whether_it_is_to_blame_that_partitions_were_not_taken(make, tmp_path) -> None:
+    """Else the receivers would be left out, one after another, for a giver whose disk is full."""
+
+    async def test() -> None:
+        async with two(tmp_path, make) as (giver, receiver, history):
+            told = Told(giver)
+            giver.gives_to(receiver)
+            takes = giver.giver.transfer
+            assert takes is not None
+            async with told.running() as mover:
+                with ExitStack() as disk:
+
+                    async def taken_and_full(order: MoveOrder, progress: Callable[[], None]) -> str:
+                        incarnation = await takes(order, progress)
+                        disk.enter_context(largest_file(10))
+                        return incarnation
+
+                    giver.giver.transfer = taken_and_full
+                    mover.ordered(ORDER)
+                    await until(lambda: bool(told.reports))
+                assert told.reports[0][:2] == (1, "")
+                assert told.reports[0][2].startswith("JOURNAL_FAILED")
+                assert told.blames_itself
+
+                async def refuses(order: MoveOrder, progress: Callable[[], None]) -> str:
+                    raise UnavailableError("its disk is full, too", reason="JOURNAL_FAILED")
+
+                giver.giver.transfer = refuses
+                mover.ordered(replace(ORDER, move=2))
+                await until(lambda: len(told.reports) == 2)
+                assert told.reports[1] == (2, "", "JOURNAL_FAILED: its disk is full, too")
+                assert not told.blames_itself
+            await history.push(giver.server, 3)
+            assert history.has(giver.server.shard)
 
     run(test())

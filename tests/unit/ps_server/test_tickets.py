@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from shoal_common.bulk.frames import TICKET_BYTES
 from shoal_common.errors import AuthenticationError, LimitError
-from shoal_ps_server.service.tickets import GOOD_FOR_S, MOST_OF_A_MEMBER, MOST_TOGETHER, Tickets
+from shoal_ps_server.service.descriptors import BulkShare
+from shoal_ps_server.service.tickets import GOOD_FOR_S, MOST_OF_A_MEMBER, Tickets
 
 
 def refused(tickets: Tickets, ticket: bytes, now: float) -> bool:
@@ -15,7 +16,7 @@ def refused(tickets: Tickets, ticket: bytes, now: float) -> bool:
 
 
 def test_a_ticket_is_good_once() -> None:
-    tickets = Tickets()
+    tickets = Tickets(most_together=100)
     ticket = tickets.issue("a", 0.0)
     assert len(ticket) == TICKET_BYTES
     assert tickets.redeem(ticket, 1.0) == "a"
@@ -23,7 +24,7 @@ def test_a_ticket_is_good_once() -> None:
 
 
 def test_a_ticket_that_was_never_given_is_refused() -> None:
-    tickets = Tickets()
+    tickets = Tickets(most_together=100)
     ticket = tickets.issue("a", 0.0)
     assert refused(tickets, bytes(TICKET_BYTES), 0.0)
     assert refused(tickets, ticket[:-1], 0.0)
@@ -31,14 +32,14 @@ def test_a_ticket_that_was_never_given_is_refused() -> None:
 
 
 def test_a_ticket_is_good_for_seconds() -> None:
-    tickets = Tickets()
+    tickets = Tickets(most_together=100)
     late, early = tickets.issue("a", 0.0), tickets.issue("a", 0.0)
     assert tickets.redeem(early, GOOD_FOR_S - 0.1) == "a"
     assert refused(tickets, late, GOOD_FOR_S)
 
 
 def test_a_member_has_so_many_connections_and_tickets_and_gets_more_when_one_ends() -> None:
-    tickets = Tickets()
+    tickets = Tickets(most_together=100)
     for _ in range(MOST_OF_A_MEMBER - 1):
         tickets.redeem(tickets.issue("a", 0.0), 0.0)
     tickets.issue("a", 0.0)
@@ -52,8 +53,16 @@ def test_a_member_has_so_many_connections_and_tickets_and_gets_more_when_one_end
 
 
 def test_all_together_have_a_limit() -> None:
-    tickets = Tickets()
-    for number in range(MOST_TOGETHER):
+    tickets = Tickets(most_together=100)
+    for number in range(100):
         tickets.issue(f"member-{number}", 0.0)
     with pytest.raises(LimitError):
         tickets.issue("one more", 0.0)
+
+
+@pytest.mark.parametrize("limit", [0, 64, 256, 1024, 4096, 20_000, 1 << 20])
+def test_the_bulk_channel_takes_half_of_a_processs_descriptors_at_most(limit: int) -> None:
+    share = BulkShare.of(limit)
+    assert 2 * share.connections + 2 * share.strangers <= max(2, limit // 2)
+    assert share.connections >= min(1024, limit // 8)
+    assert share.strangers >= 1

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 from shoal_common.clients.parameter_server import ParameterServerClient
-from shoal_common.errors import PreconditionError
+from shoal_common.errors import PreconditionError, UnavailableError
 from shoal_protos.v1 import coordinator_pb2
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_worker.asynchronous.job import Job
@@ -44,6 +44,10 @@ class Cluster:
     held: list[Held] = field(default_factory=lambda: [Held(), Held()])
     said: list[tuple[int, str]] = field(default_factory=list)
     """(server, what it was told)."""
+    moving: set[int] = field(default_factory=set)
+    """Partitions on their way to another server."""
+    looked: Callable[[], None] = lambda: None
+    """Called after a server has said what it holds."""
     before: Callable[[int, str], None] = lambda server, what: None
     """Called before a server answers."""
 
@@ -75,7 +79,11 @@ class Client:
 
     def get_server(self, member_id: str = "") -> pb.GetServerResponse:
         mine = [(number, each) for number, each in enumerate(self._cluster.held) if self._cluster.owners[number] == self._server]
-        versions = [pb.PartitionVersion(partition_id=number, version=each.version, sequence=each.sequence) for number, each in mine]
+        versions = [
+            pb.PartitionVersion(partition_id=number, version=each.version, sequence=each.sequence, moving=number in self._cluster.moving)
+            for number, each in mine
+        ]
+        self._cluster.looked()
         return pb.GetServerResponse(job_id="job", server_index=self._server, optimizer=pb.OptimizerSpec(name="sgd"), partitions=versions)
 
     def advance_clock(self, job_id: str, member_id: str, *, has_read: bool = False, shard_map_epoch: int = 0, **more: Any) -> None:
@@ -84,6 +92,8 @@ class Client:
     def push(self, outgoing: Iterable[tuple[pb.PushHeader, memoryview]], *, deadline: timedelta) -> list[pb.PartitionResult]:
         results = []
         for header, _ in outgoing:
+            if header.partition_id in self._cluster.moving:
+                raise UnavailableError("it is moving", reason="PARTITION_MOVING", retry_after=timedelta(milliseconds=1))
             self._answers("push", header.shard_map_epoch)
             held = self._cluster.held[header.partition_id]
             duplicate = header.sequence <= held.sequence
@@ -185,6 +195,25 @@ def test_what_was_pushed_before_a_partition_moved_is_not_owed_as_if_it_had_been_
         cluster.before = move_before_the_push
         servers.exchange(iteration(batch=7, pull=False))
         assert [applied for partition, applied in settled if partition == 1] == [True, False]
+
+
+def test_while_a_partition_moves_what_stands_before_it_in_a_push_is_not_sent_again_and_again() -> None:
+    cluster = Cluster(owners=[0, 0])
+    looks: list[int] = []
+
+    def arrives_in_the_end() -> None:
+        looks.append(len(looks))
+        if len(looks) == 4:
+            cluster.moving.clear()
+            cluster.move(1, to=2)
+
+    with member_of(cluster) as (servers, _):
+        cluster.moving.add(1)
+        cluster.looked = arrives_in_the_end
+        servers.exchange(iteration(pull=False))
+        assert len(looks) >= 4
+        assert [said for said in cluster.said if said[1] == "push"].count((0, "push")) == 2  # before, and after it has moved
+        assert [each.sequence for each in cluster.held] == [1, 1]
 
 
 def test_a_server_that_has_the_index_of_a_drained_one_is_spoken_to_where_it_is() -> None:

@@ -29,7 +29,7 @@ _REWOUND: Final = frozenset({"SEQUENCE_GAP", "BASE_VERSION_AHEAD", "PARTITION_UN
 """Refusals that mean: the server has lost something that it had acknowledged."""
 _MOVED: Final = "STALE_SHARD_MAP"
 """Refusal that means: partitions have moved since this worker asked for the shard map."""
-_MOVING: Final = "PARTITION_MOVING"
+MOVING: Final = "PARTITION_MOVING"
 
 AnswerT = TypeVar("AnswerT")
 
@@ -78,7 +78,7 @@ class Persistence:
                 if self._closing.is_set() or not self._is_curable(error):
                     raise
                 away_since = self._away(method, error, since=away_since)
-                if error.reason == _MOVING:
+                if error.reason == MOVING:
                     backoff.reset()  # it takes a fraction of a second
                 if self._job.leaving and time.monotonic() - away_since > _LEAVES_AFTER_S:
                     raise self._job.departure() from error
@@ -92,7 +92,7 @@ class Persistence:
     def _away(self, method: str, error: ShoalError, *, since: float | None) -> float:
         now, server = time.monotonic(), self._connection
         if since is None:
-            level = logging.INFO if error.reason in (_MOVED, _MOVING) else logging.WARNING
+            level = logging.INFO if error.reason in (_MOVED, MOVING) else logging.WARNING
             _log.log(
                 level,
                 "server %d at %s: %s failed and will be tried again: %s",

@@ -38,7 +38,7 @@ from shoal_worker.asynchronous.delivery import Delivery
 from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.ledger import Ledger
 from shoal_worker.asynchronous.options import AsyncOptions, Revision, ServerOptimizer
-from shoal_worker.asynchronous.persistence import NOT_MY_TURN, TRANSIENT, Persistence
+from shoal_worker.asynchronous.persistence import MOVING, NOT_MY_TURN, TRANSIENT, Persistence
 from shoal_worker.asynchronous.pulls import Pulls
 from shoal_worker.asynchronous.tables import PushedRows
 from shoal_worker.asynchronous.tensors import Iteration, Partition, Payload, Payloads, ServerShare
@@ -389,9 +389,12 @@ class ServerLink:
     # ------------------------------------------------------------------------------------------------ where the server stands
 
     def _resynchronize(self) -> None:
-        """Finds the server, and out what it holds of what it had acknowledged. Raises what its calls raise."""
+        """Finds the server, and out what it holds of what it had acknowledged. Raises what its calls raise, and UnavailableError /
+        PARTITION_MOVING: all that stands before such a partition in a push would be sent in vain."""
         self._server.find()
         state = self._server.look()
+        if moving := [each.partition_id for each in state.partitions if each.moving]:
+            raise UnavailableError(f"server {self._server.share.index}: partitions {moving} are moving still", reason=MOVING)
         if not state.HasField("optimizer"):
             self._configure()
         if self._revision.number:

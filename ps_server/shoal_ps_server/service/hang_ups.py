@@ -1,0 +1,56 @@
+"""Peers that go away while nobody reads from their connections: a stream may wait for other members or for the journal, and what its peer
+has sent already stands before the end. gRPC cancels its calls then; this is the same for bulk connections. Belongs to the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import select
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class HangUps:
+    """Those of one server's connections. `close` it. On a system without epoll, where nothing says so, it notices none: a stream whose peer
+    is gone ends when it sends or receives."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._waiting: dict[int, Callable[[], object]] = {}
+        """Descriptor -> what is called when its peer has gone."""
+        self._poll = select.epoll() if hasattr(select, "epoll") else None
+        if self._poll is not None:
+            self._loop.add_reader(self._poll.fileno(), self._look)
+
+    @contextmanager
+    def watched(self, descriptor: int, gone: Callable[[], object]) -> Iterator[None]:
+        """Calls `gone` when the peer of a socket goes away while what is done within lasts."""
+        if self._poll is None:
+            yield
+            return
+        self._waiting[descriptor] = gone
+        self._poll.register(descriptor, select.EPOLLRDHUP)  # not EPOLLIN: what it has sent may be there unread
+        try:
+            yield
+        finally:
+            self._forget(descriptor)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._poll is not None and not self._poll.closed:
+            self._loop.remove_reader(self._poll.fileno())
+            self._poll.close()
+
+    def _look(self) -> None:
+        assert self._poll is not None
+        for descriptor, _ in self._poll.poll(0):
+            gone = self._waiting.get(descriptor)
+            self._forget(descriptor)
+            if gone is not None:
+                gone()
+
+    def _forget(self, descriptor: int) -> None:
+        if self._poll is not None and self._waiting.pop(descriptor, None) is not None and not self._poll.closed:
+            with contextlib.suppress(OSError):  # it was closed, and is watched no more
+                self._poll.unregister(descriptor)

@@ -159,7 +159,7 @@ def payload() -> bytes:
 def test_an_upload_that_stands_still_is_told_so_and_cut_off_and_its_memory_is_free_again(serving) -> None:
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
-        async with serving(idle=timedelta(milliseconds=200), staging=4 * LENGTH) as made:
+        async with serving(idle=timedelta(seconds=2), staging=4 * LENGTH) as made:
             stalled = await made.connect()
             await loop.sock_sendall(stalled, opening() + head(Kind.DATA, 1000) + bytes(999))
             answer = await frame(stalled)

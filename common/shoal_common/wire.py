@@ -30,7 +30,7 @@ LARGEST_CHUNK_BYTES: Final = 4 << 20
 LARGEST_PAYLOAD_BYTES: Final = 16 << 20
 """What a push or a pull may have for one partition."""
 
-HeaderT = TypeVar("HeaderT", pb.PushHeader, pb.PullHeader, pb.FollowHeader)
+HeaderT = TypeVar("HeaderT", pb.PushHeader, pb.PullHeader, pb.FollowHeader, pb.RowsHeader)
 
 
 # --------------------------------------------------------------------------------------------------------------- dtypes
@@ -112,7 +112,7 @@ def as_bytes(buffer: memoryview) -> memoryview:
 
 # ------------------------------------------------------------------------------------------------------------- messages
 
-# All three messages have `header` as field 1 and `payload` as field 2, both length-delimited: wire type 2 (tested against the descriptors).
+# All four messages have `header` as field 1 and `payload` as field 2, both length-delimited: wire type 2 (tested against the descriptors).
 _HEADER_TAG: Final = 1 << 3 | 2
 _PAYLOAD_TAG: Final = 2 << 3 | 2
 
@@ -147,7 +147,17 @@ def decode_follow_chunk(data: bytes) -> tuple[pb.FollowHeader | None, memoryview
     return _decode(data, pb.FollowChunk, pb.FollowHeader, CorruptDataError)
 
 
-def _encode(header: pb.PushHeader | pb.PullHeader | pb.FollowHeader | None, payload: memoryview) -> bytes:
+def encode_rows_chunk(chunk: tuple[pb.RowsHeader | None, memoryview]) -> bytes:
+    """A RowsChunk's bytes."""
+    return _encode(*chunk)
+
+
+def decode_rows_chunk(data: bytes, malformed: type[ShoalError]) -> tuple[pb.RowsHeader | None, memoryview]:
+    """A RowsChunk's header, if it has one, and payload, a read-only view of `data`. `malformed` / MESSAGE_MALFORMED."""
+    return _decode(data, pb.RowsChunk, pb.RowsHeader, malformed)
+
+
+def _encode(header: pb.PushHeader | pb.PullHeader | pb.FollowHeader | pb.RowsHeader | None, payload: memoryview) -> bytes:
     parts: list[bytes | memoryview] = []
     if header is not None:
         encoded = header.SerializeToString()

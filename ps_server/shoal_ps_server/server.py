@@ -49,6 +49,7 @@ from shoal_ps_server.service.staging import Staging
 from shoal_ps_server.service.standing import Standing
 from shoal_ps_server.service.tickets import Tickets
 from shoal_ps_server.service.transfers import Transfers
+from shoal_ps_server.service.whole_buckets import WholeBuckets
 from shoal_ps_server.session import CoordinatorSession, MoveOrder, Place, Registration, this_process
 from shoal_ps_server.settings import PsServerSettings
 from shoal_ps_server.shard.layout import Layout
@@ -192,6 +193,13 @@ class ParameterServer:
             transfers=transfers,
             tickets=tickets,
             bulk=self._bulk,
+            whole_buckets=WholeBuckets(
+                job_id=settings.job,
+                shard=self._shard,
+                changes=self._changes,
+                membership=self._membership,
+                layout_of_epoch=self._layouts.of_epoch,
+            ),
             snapshots=self._snapshots,
             receiver=self._receiver,
             changes=self._changes,

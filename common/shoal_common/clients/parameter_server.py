@@ -17,6 +17,7 @@ from itertools import chain
 from types import TracebackType
 from typing import Any, Final, Self
 
+import xxhash
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_protos.v1.parameter_server_pb2_grpc import ParameterServerStub
 
@@ -26,9 +27,9 @@ from shoal_common.bulk.transport import Transport
 from shoal_common.clients.bulk import BulkChannel
 from shoal_common.clients.calls import Caller
 from shoal_common.clients.pull import PullReceiver
-from shoal_common.errors import ShoalError
+from shoal_common.errors import CorruptDataError, ShoalError
 from shoal_common.rpc.channel import ChannelSettings
-from shoal_common.wire import decode_pull_chunk, encode_push_chunk, framed
+from shoal_common.wire import decode_pull_chunk, decode_rows_chunk, encode_push_chunk, encode_rows_chunk, framed
 
 SERVICE: Final = "shoal.v1.ParameterServer"
 DEFAULT_STREAM_DEADLINE: Final = timedelta(seconds=60)
@@ -72,6 +73,10 @@ class ParameterServerClient:
             transport=transport,
             fell_back=fell_back,
         )
+        self._restore_rows = grpc_channel.stream_unary(
+            f"/{SERVICE}/RestoreRows", request_serializer=encode_rows_chunk, response_deserializer=pb.RestoreRowsResponse.FromString
+        )
+        self._read_rows = grpc_channel.unary_stream(f"/{SERVICE}/ReadRows", request_serializer=pb.ReadRowsRequest.SerializeToString)
         # Chunks are decoded by the reader, where a malformed one can be named: from a deserializer gRPC only says that it failed.
         self._pull = grpc_channel.unary_stream(f"/{SERVICE}/Pull", request_serializer=pb.PullRequest.SerializeToString)
 
@@ -118,6 +123,45 @@ class ParameterServerClient:
             finally:
                 call.cancel()
         return receiver.finish()
+
+    def read_rows(
+        self,
+        request: pb.ReadRowsRequest,
+        write: Callable[[memoryview], object],
+        *,
+        deadline: timedelta = DEFAULT_STREAM_DEADLINE,
+    ) -> pb.RowsHeader:
+        """Gives the file of one bucket to `write`, piece by piece; it is whole, and what its header says, when this returns.
+
+        Raises CorruptDataError (PAYLOAD_TRUNCATED, CHECKSUM_MISMATCH) for one that is not.
+        """
+        header: pb.RowsHeader | None = None
+        digest, came = xxhash.xxh3_64(), 0
+        with self._caller.errors("ReadRows"):
+            call = self._read_rows(request, timeout=deadline.total_seconds())
+            try:
+                for data in call:
+                    opening, piece = decode_rows_chunk(data, CorruptDataError)
+                    header = opening if header is None else header
+                    digest.update(piece)
+                    came += piece.nbytes
+                    write(piece)
+            finally:
+                call.cancel()
+        if header is None or came != header.payload_bytes:
+            raise CorruptDataError(f"{came} bytes of a bucket came, not all of it; read it again", reason="PAYLOAD_TRUNCATED")
+        if digest.intdigest() != header.checksum:
+            raise CorruptDataError("a bucket is not what its header says; read it again", reason="CHECKSUM_MISMATCH")
+        return header
+
+    def restore_rows(
+        self, header: pb.RowsHeader, payload: Iterable[memoryview], *, deadline: timedelta = DEFAULT_STREAM_DEADLINE
+    ) -> pb.RestoreRowsResponse:
+        """Puts the file of a bucket in its place. `payload`: its bytes, in pieces of at most 4 MiB."""
+        outgoing = chain([(header, memoryview(b""))], ((None, piece) for piece in payload))
+        with self._caller.errors("RestoreRows"):
+            answer: pb.RestoreRowsResponse = self._restore_rows(outgoing, timeout=deadline.total_seconds())
+            return answer
 
     def _upload(
         self, kind: Kind, multi_callable: Callable[..., pb.PushResponse], partitions: Partitions, deadline: timedelta

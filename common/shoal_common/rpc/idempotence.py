@@ -29,6 +29,7 @@ IDEMPOTENT: Final[Mapping[str, frozenset[str]]] = {
             "ConfigureOptimizer",
             "SetHyperparameters",
             "Pull",
+            "ReadRows",
             "OpenData",
             "AdvanceClock",
             "Snapshot",
@@ -43,7 +44,7 @@ NOT_REPEATED: Final[Mapping[str, frozenset[str]]] = {
     "shoal.v1.Coordinator": frozenset({"JoinSession", "ServerSession", "LeaseBatches", "WatchEvents"}),
     # Uploads are safe to repeat by their sequence numbers, but gRPC would have to keep the whole stream in memory: the caller sends it
     # again. Follow begins with what the primary holds by then.
-    "shoal.v1.ParameterServer": frozenset({"Initialize", "Push", "Follow", "TakePartitions"}),
+    "shoal.v1.ParameterServer": frozenset({"Initialize", "Push", "RestoreRows", "Follow", "TakePartitions"}),
 }
 """Whoever calls these decides about a second attempt."""
 

@@ -93,6 +93,12 @@ class Rows:
         return self._table.nbytes + sum(array.nbytes for array in self._arrays())
 
     @property
+    def largest(self) -> float:
+        """The largest magnitude among the values of all rows; 0 without any."""
+        values = self._values[: self._count]
+        return float(max(values.max(), -values.min())) if values.size else 0.0
+
+    @property
     def state_names(self) -> tuple[str, ...]:
         """Names of what the optimizer keeps for a row."""
         return tuple(self._state)
@@ -123,6 +129,26 @@ class Rows:
             state={name: array[order] for name, array in self._state.items()},
             updated_at=self._updated_at[order],
         )
+
+    def misfit(self, image: RowsImage) -> str:
+        """What an image has that rows of this table cannot: its arrays' shapes and types, ids twice or not in order. Empty: nothing."""
+        count = len(image.ids)
+        expected: dict[str, tuple[tuple[int, ...], Any]] = {
+            "ids": ((count,), np.int64),
+            "rows": ((count, self._dim), np.float32),
+            "updated_at": ((count,), np.int64),
+            **{f"state/{name}": ((count, *self.state_shape(name)), np.float32) for name in self.state_names},
+        }
+        arrays = {"ids": image.ids, "rows": image.values, "updated_at": image.updated_at}
+        found = {name: (array.shape, array.dtype.type) for name, array in arrays.items()}
+        found |= {f"state/{name}": (array.shape, array.dtype.type) for name, array in image.state.items()}
+        for name in sorted(expected.keys() | found.keys()):
+            if found.get(name) != expected.get(name):
+                shape, dtype = found.get(name, ("nothing", None))
+                return f"{name} is {shape}{f' of {dtype.__name__}' if dtype else ''}, expected {expected.get(name, ('nothing', ''))[0]}"
+        if (image.ids[1:] <= image.ids[:-1]).any():
+            return "ids: expected each once, in ascending order"
+        return ""
 
     # ------------------------------------------------------------------------------------------------------------ changing
 

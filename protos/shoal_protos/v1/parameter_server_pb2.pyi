@@ -260,6 +260,54 @@ class PullChunk(_message.Message):
     payload: bytes
     def __init__(self, header: _Optional[_Union[PullHeader, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
+class ReadRowsRequest(_message.Message):
+    __slots__ = ("job_id", "shard_map_epoch", "partition_id")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    SHARD_MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_ID_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    shard_map_epoch: int
+    partition_id: int
+    def __init__(self, job_id: _Optional[str] = ..., shard_map_epoch: _Optional[int] = ..., partition_id: _Optional[int] = ...) -> None: ...
+
+class RowsHeader(_message.Message):
+    __slots__ = ("partition_id", "payload_bytes", "checksum", "version", "job_id", "member_id", "generation", "shard_map_epoch", "restoration")
+    PARTITION_ID_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SHARD_MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RESTORATION_FIELD_NUMBER: _ClassVar[int]
+    partition_id: int
+    payload_bytes: int
+    checksum: int
+    version: int
+    job_id: str
+    member_id: str
+    generation: int
+    shard_map_epoch: int
+    restoration: int
+    def __init__(self, partition_id: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., version: _Optional[int] = ..., job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., generation: _Optional[int] = ..., shard_map_epoch: _Optional[int] = ..., restoration: _Optional[int] = ...) -> None: ...
+
+class RowsChunk(_message.Message):
+    __slots__ = ("header", "payload")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    header: RowsHeader
+    payload: bytes
+    def __init__(self, header: _Optional[_Union[RowsHeader, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class RestoreRowsResponse(_message.Message):
+    __slots__ = ("version", "duplicate")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DUPLICATE_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    duplicate: bool
+    def __init__(self, version: _Optional[int] = ..., duplicate: _Optional[bool] = ...) -> None: ...
+
 class OpenDataRequest(_message.Message):
     __slots__ = ("job_id", "member_id")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
@@ -431,13 +479,15 @@ class GetServerResponse(_message.Message):
     def __init__(self, server_id: _Optional[str] = ..., job_id: _Optional[str] = ..., server_index: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., shard_map_epoch: _Optional[int] = ..., pushes_applied: _Optional[int] = ..., pushes_deduplicated: _Optional[int] = ..., optimizer: _Optional[_Union[OptimizerSpec, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., partitions: _Optional[_Iterable[_Union[PartitionVersion, _Mapping]]] = ..., clocks: _Optional[_Mapping[str, int]] = ..., iterations: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class PartitionVersion(_message.Message):
-    __slots__ = ("partition_id", "version", "sequence", "moving")
+    __slots__ = ("partition_id", "version", "sequence", "moving", "restoration")
     PARTITION_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     MOVING_FIELD_NUMBER: _ClassVar[int]
+    RESTORATION_FIELD_NUMBER: _ClassVar[int]
     partition_id: int
     version: int
     sequence: int
     moving: bool
-    def __init__(self, partition_id: _Optional[int] = ..., version: _Optional[int] = ..., sequence: _Optional[int] = ..., moving: _Optional[bool] = ...) -> None: ...
+    restoration: int
+    def __init__(self, partition_id: _Optional[int] = ..., version: _Optional[int] = ..., sequence: _Optional[int] = ..., moving: _Optional[bool] = ..., restoration: _Optional[int] = ...) -> None: ...

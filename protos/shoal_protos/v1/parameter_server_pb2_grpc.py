@@ -63,6 +63,16 @@ class ParameterServerStub:
                 request_serializer=shoal__protos_dot_v1_dot_parameter__server__pb2.PullRequest.SerializeToString,
                 response_deserializer=shoal__protos_dot_v1_dot_parameter__server__pb2.PullChunk.FromString,
                 _registered_method=True)
+        self.ReadRows = channel.unary_stream(
+                '/shoal.v1.ParameterServer/ReadRows',
+                request_serializer=shoal__protos_dot_v1_dot_parameter__server__pb2.ReadRowsRequest.SerializeToString,
+                response_deserializer=shoal__protos_dot_v1_dot_parameter__server__pb2.RowsChunk.FromString,
+                _registered_method=True)
+        self.RestoreRows = channel.stream_unary(
+                '/shoal.v1.ParameterServer/RestoreRows',
+                request_serializer=shoal__protos_dot_v1_dot_parameter__server__pb2.RowsChunk.SerializeToString,
+                response_deserializer=shoal__protos_dot_v1_dot_parameter__server__pb2.RestoreRowsResponse.FromString,
+                _registered_method=True)
         self.OpenData = channel.unary_unary(
                 '/shoal.v1.ParameterServer/OpenData',
                 request_serializer=shoal__protos_dot_v1_dot_parameter__server__pb2.OpenDataRequest.SerializeToString,
@@ -148,6 +158,26 @@ class ParameterServerServicer:
         """Streams the asked partitions, each consistent in itself and with its version. With ssp, waits until the slowest member is at most
         `bound` clocks behind; with bsp, until none is behind. Partitions without values are waited for. Without a member_id the caller only looks on: it is not fenced,
         has no clock and waits for no member. Role: worker; viewer: to look on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadRows(self, request, context):
+        """Reads one bucket of a sparse table whole: all rows that were pushed, with the optimizer's state of each, as they are at one moment. Waits
+        for no member, and changes nothing. The payload is a safetensors file (shoal_common/tables/file.py), which any tool reads; the server
+        has a copy of the bucket in memory until the stream has ended. INVALID_ARGUMENT / ROWS_INVALID for what is no bucket, UNAVAILABLE /
+        PARTITION_MOVING as with Pull. Role: worker, viewer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RestoreRows(self, request_iterator, context):
+        """Puts what ReadRows gave, of this server or another one, in the place of one bucket: rows, state, ages and version. Which pushes are known
+        stays. The stream holds one bucket: a chunk with the header, and those that continue it. It is written to the journal before it counts,
+        and fenced as a push is; UNAVAILABLE / PARTITION_MOVING while the bucket is on its way to another server. INVALID_ARGUMENT /
+        ROWS_INVALID for a payload that is not of this bucket; RESOURCE_EXHAUSTED / PAYLOAD_TOO_LARGE, MEMORY_EXHAUSTED. Role: worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -239,6 +269,16 @@ def add_ParameterServerServicer_to_server(servicer, server):
                     servicer.Pull,
                     request_deserializer=shoal__protos_dot_v1_dot_parameter__server__pb2.PullRequest.FromString,
                     response_serializer=shoal__protos_dot_v1_dot_parameter__server__pb2.PullChunk.SerializeToString,
+            ),
+            'ReadRows': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadRows,
+                    request_deserializer=shoal__protos_dot_v1_dot_parameter__server__pb2.ReadRowsRequest.FromString,
+                    response_serializer=shoal__protos_dot_v1_dot_parameter__server__pb2.RowsChunk.SerializeToString,
+            ),
+            'RestoreRows': grpc.stream_unary_rpc_method_handler(
+                    servicer.RestoreRows,
+                    request_deserializer=shoal__protos_dot_v1_dot_parameter__server__pb2.RowsChunk.FromString,
+                    response_serializer=shoal__protos_dot_v1_dot_parameter__server__pb2.RestoreRowsResponse.SerializeToString,
             ),
             'OpenData': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenData,
@@ -410,6 +450,60 @@ class ParameterServer:
             '/shoal.v1.ParameterServer/Pull',
             shoal__protos_dot_v1_dot_parameter__server__pb2.PullRequest.SerializeToString,
             shoal__protos_dot_v1_dot_parameter__server__pb2.PullChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadRows(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/shoal.v1.ParameterServer/ReadRows',
+            shoal__protos_dot_v1_dot_parameter__server__pb2.ReadRowsRequest.SerializeToString,
+            shoal__protos_dot_v1_dot_parameter__server__pb2.RowsChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestoreRows(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/shoal.v1.ParameterServer/RestoreRows',
+            shoal__protos_dot_v1_dot_parameter__server__pb2.RowsChunk.SerializeToString,
+            shoal__protos_dot_v1_dot_parameter__server__pb2.RestoreRowsResponse.FromString,
             options,
             channel_credentials,
             insecure,

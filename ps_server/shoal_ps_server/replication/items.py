@@ -18,7 +18,7 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_ps_server.storage.record import Record
 
-FORMAT_VERSION: Final = 3
+FORMAT_VERSION: Final = 4
 """Grows when another release could not read the items."""
 LARGEST_ITEM_BYTES: Final = 1 << 30
 _NOTHING: Final = memoryview(b"")

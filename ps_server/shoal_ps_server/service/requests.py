@@ -94,7 +94,7 @@ def parse_upload_header(header: pb.PushHeader, layout: Layout, kind: UploadKind)
             f"payload_bytes={header.payload_bytes}: a partition may have at most {LARGEST_PAYLOAD_BYTES} bytes",
             reason="PAYLOAD_TOO_LARGE",
         )
-    spec = _partition(header.partition_id, layout)
+    spec = partition_of(header.partition_id, layout)
     if header.dtype != spec.element.wire:
         raise InvalidRequestError(
             f"{describe(spec)}: dtype={_enum_name(pb.Dtype, header.dtype)}, this server holds {spec.element.name}", reason="DTYPE_MISMATCH"
@@ -142,7 +142,7 @@ def parse_pull(request: pb.PullRequest, layout: Layout) -> Pull:
     longest_ms = LONGEST_WAIT // timedelta(milliseconds=1)
     if not 0 <= request.wait_ms <= longest_ms:
         raise InvalidRequestError(f"wait_ms={request.wait_ms}: expected 0 to {longest_ms}")
-    wanted = tuple(_wanted(each, _partition(each.partition_id, layout)) for each in request.partitions)
+    wanted = tuple(_wanted(each, partition_of(each.partition_id, layout)) for each in request.partitions)
     if len({each.spec.partition_id for each in wanted}) < len(wanted):
         raise InvalidRequestError("partitions: one is asked for twice; name each at most once")
     return Pull(
@@ -251,7 +251,8 @@ def _parameter_groups(groups: Iterable[pb.ParameterGroup]) -> tuple[ParameterGro
     return tuple(ParameterGroup(tensors=frozenset(group.tensors), hyperparameters=dict(group.hyperparameters)) for group in groups)
 
 
-def _partition(partition_id: int, layout: Layout) -> PartitionSpec:
+def partition_of(partition_id: int, layout: Layout) -> PartitionSpec:
+    """Raises UnknownResourceError / PARTITION_UNKNOWN for one that is not this server's."""
     spec = layout.partitions.get(partition_id)
     if spec is not None:
         return spec

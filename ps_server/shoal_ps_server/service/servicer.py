@@ -45,6 +45,7 @@ from shoal_ps_server.service.requests import (
 from shoal_ps_server.service.streams import parts_of
 from shoal_ps_server.service.tickets import Tickets
 from shoal_ps_server.service.transfers import Transfers
+from shoal_ps_server.service.whole_buckets import WholeBuckets
 from shoal_ps_server.session import incarnation
 from shoal_ps_server.shard.optimizer import OptimizerSettings
 from shoal_ps_server.shard.reading import Reading
@@ -63,6 +64,8 @@ ALLOWED_ROLES: Final[Mapping[str, frozenset[Role]]] = {
     f"/{SERVICE}/Initialize": _WORKERS,
     f"/{SERVICE}/Push": _WORKERS,
     f"/{SERVICE}/Pull": _WORKERS | {Role.VIEWER},  # who looks on, and is no member
+    f"/{SERVICE}/ReadRows": _WORKERS | {Role.VIEWER},
+    f"/{SERVICE}/RestoreRows": _WORKERS,
     f"/{SERVICE}/OpenData": _WORKERS | {Role.VIEWER},
     f"/{SERVICE}/AdvanceClock": _WORKERS,
     f"/{SERVICE}/Snapshot": _WORKERS,
@@ -97,6 +100,7 @@ class ParameterServerServicer:
         transfers: Transfers,
         tickets: Tickets,
         bulk: BulkServer,
+        whole_buckets: WholeBuckets,
         snapshots: SnapshotKeeper,
         receiver: Callable[[Callable[[Configuration], Awaitable[Configuration]]], Receiver],
         changes: Changes,
@@ -121,6 +125,7 @@ class ParameterServerServicer:
         self._transfers = transfers
         self._tickets = tickets
         self._bulk = bulk
+        self._whole_buckets = whole_buckets
         self._snapshots = snapshots
         self._changes = changes
         self._configuring = asyncio.Lock()
@@ -138,6 +143,10 @@ class ParameterServerServicer:
             "Initialize": grpc.stream_unary_rpc_method_handler(self.initialize, response_serializer=pb.PushResponse.SerializeToString),
             "Push": grpc.stream_unary_rpc_method_handler(self.push, response_serializer=pb.PushResponse.SerializeToString),
             "Pull": grpc.unary_stream_rpc_method_handler(self.pull, request_deserializer=pb.PullRequest.FromString),
+            "ReadRows": grpc.unary_stream_rpc_method_handler(self.read_rows, request_deserializer=pb.ReadRowsRequest.FromString),
+            "RestoreRows": grpc.stream_unary_rpc_method_handler(
+                self.restore_rows, response_serializer=pb.RestoreRowsResponse.SerializeToString
+            ),
             "Follow": grpc.stream_stream_rpc_method_handler(self.follow, request_deserializer=pb.FollowRequest.FromString),
             "TakePartitions": grpc.stream_unary_rpc_method_handler(
                 self.take_partitions, response_serializer=pb.TakePartitionsResponse.SerializeToString
@@ -176,6 +185,21 @@ class ParameterServerServicer:
             async for header, reading in answers:
                 for chunk in _pull_chunks(header, reading):
                     yield chunk
+
+    async def read_rows(self, request: pb.ReadRowsRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        """ReadRows."""
+        with self._metrics.counting_refusals("ReadRows"):
+            check_job(request.job_id, self._identity.job_id)
+            await self._check_place()
+            async with aclosing(self._whole_buckets.read(request)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+    async def restore_rows(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> pb.RestoreRowsResponse:
+        """RestoreRows."""
+        with self._metrics.counting_refusals("RestoreRows"):
+            await self._check_place()
+            return await self._whole_buckets.restore(messages)
 
     async def open_data(self, request: pb.OpenDataRequest, context: grpc.aio.ServicerContext) -> pb.OpenDataResponse:
         """OpenData."""
@@ -288,6 +312,7 @@ class ParameterServerServicer:
                     version=version,
                     sequence=summary.sequences.get(number, 0),
                     moving=number in self._shard.frozen,
+                    restoration=summary.restorations.get(number, 0),
                 )
                 for number, version in summary.versions.items()
             ],

@@ -50,6 +50,8 @@ class PartitionImage:
     base_values: Mapping[int, torch.Tensor] = field(default_factory=dict)
     rows: RowsImage | None = None
     """The rows of a bucket of a table, which has neither `values` nor `runs`; None: it is none."""
+    restoration: int = 0
+    """See `Partition.restoration`."""
 
     def settled(self) -> Settled:
         """Which pushes it has, in dictionaries of their own."""
@@ -129,6 +131,10 @@ class Partition:
     on_their_way: int = 0
     """How many were admitted and are neither applied nor refused; and `to_apply`: how many of them will change the values."""
     to_apply: int = 0
+    restoration: int = 0
+    """Of a bucket of a table: number of the last restoration, after which its version begins anew; 0: there was none."""
+    is_restoring: bool = False
+    """A restoration was admitted, and is neither made nor refused."""
     _is_calm: tuple[OptimizerSettings, bool] | None = None
     """What `OptimizerSettings.is_calm` said of these settings and this partition's tensors."""
 

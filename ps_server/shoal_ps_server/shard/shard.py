@@ -21,6 +21,7 @@ from typing import Final
 import torch
 from shoal_common import codecs
 from shoal_common.errors import PreconditionError, UnavailableError
+from shoal_common.tables.rows import Rows, RowsImage
 from shoal_common.tables.values import Ids
 
 from shoal_ps_server.shard.batches import Batches
@@ -70,6 +71,20 @@ class Admitted:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Restoration:
+    """The rows of a bucket, which are to take the place of those that are there: see RestoreRows."""
+
+    spec: PartitionSpec
+    number: int
+    """RowsHeader.restoration."""
+    version: int
+    rows: Rows
+    """Found right, and the partition's own from then on (`Shard.prepared`)."""
+    payload: memoryview
+    """The file that they came in."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShardSummary:
     """What GetServer and the metrics tell."""
 
@@ -77,6 +92,8 @@ class ShardSummary:
     """Partition id -> version, ascending; 0: no values yet."""
     sequences: Mapping[int, int]
     """Partition id -> the last sequence of the member asked about that was applied, or is on its way; only those above 0."""
+    restorations: Mapping[int, int]
+    """Partition id -> number of the last restoration; only those above 0."""
     stored_bytes: int
     stored_rows: int
     """Rows of sparse tables."""
@@ -184,9 +201,11 @@ class Shard:
         return not self._open(header.spec).is_next(header)
 
     def needs_trial(self, upload: Upload) -> bool:
-        """Whether an update may come out infinite, so that it is tried first, which needs all before it to be applied. Raises as
-        `admit_push`."""
+        """Whether an update may come out infinite, so that it is tried first, which needs all before it to be applied; so does one behind
+        a restoration, which makes another version of the partition. Raises as `admit_push`."""
         partition = self._open(upload.header.spec)
+        if partition.is_restoring:
+            return True
         if self._optimizer is None or self._is_known(partition, upload.header):
             return False
         return partition.needs_trial(upload.largest, self._optimizer)
@@ -249,6 +268,42 @@ class Shard:
             known_batch=values is None,
             apply_seconds=admitted.check_seconds + time.perf_counter() - started,
         )
+
+    def prepared(self, spec: PartitionSpec, image: RowsImage) -> Rows:
+        """What a `Restoration` has, of a bucket. On any thread. Raises as `TableRows.prepared`."""
+        return TableRows.empty(spec).prepared(image)
+
+    def admit_restoration(self, restoration: Restoration) -> bool:
+        """With nothing on its way to the bucket: whether the restoration is to be made, by `restore`; else it is known. Raises as
+        `check_open`."""
+        partition = self._bucket(restoration.spec)
+        partition.is_restoring = partition.takes(restoration.number)
+        return partition.is_restoring
+
+    def restore(self, restoration: Restoration) -> Outcome:
+        """Makes a restoration that was admitted, or that was made in another process."""
+        partition = self._partitions[restoration.spec.partition_id]
+        assert isinstance(partition, TableRows), "it was looked at when it was admitted"
+        partition.is_restoring = False
+        partition.put_in_place(restoration.rows, restoration.version, restoration.number or 1)
+        return Outcome(partition_id=restoration.spec.partition_id, version=partition.version)
+
+    def refuse_restoration(self, restoration: Restoration) -> None:
+        """It will not be made."""
+        self._partitions[restoration.spec.partition_id].is_restoring = False
+
+    def restoration(self, partition_id: int) -> int:
+        """Number of a partition's last restoration; 0: there was none."""
+        return self._partitions[partition_id].restoration
+
+    def bucket_image(self, spec: PartitionSpec) -> PartitionImage:
+        """A copy of a bucket of a table as it is now. Raises as `check_open`."""
+        return self._bucket(spec).as_it_is()
+
+    def _bucket(self, spec: PartitionSpec) -> TableRows:
+        partition = self._open(spec)
+        assert isinstance(partition, TableRows), "the request was checked against the layout"
+        return partition
 
     def refuse(self, admitted: Admitted) -> None:
         """It will not be applied; nor will what was admitted after it."""
@@ -375,6 +430,7 @@ class Shard:
         return ShardSummary(
             versions={each.spec.partition_id: each.version for each in held},
             sequences={each.spec.partition_id: last for each in held if (last := each.last_sequence(member_id))},
+            restorations={each.spec.partition_id: each.restoration for each in held if each.restoration},
             stored_bytes=sum(each.stored_bytes for each in held),
             stored_rows=sum(each.stored_rows for each in held),
             pushes_applied=self._pushes_applied,

@@ -13,13 +13,13 @@ from typing import Final
 import numpy as np
 import torch
 from shoal_common.errors import InvalidRequestError, LimitError
-from shoal_common.tables.rows import Rows
+from shoal_common.tables.rows import Rows, RowsImage
 from shoal_common.tables.values import Ids
 
 from shoal_ps_server.shard.layout import Bucket, PartitionSpec
 from shoal_ps_server.shard.optimizer import OptimizerSettings, is_calm
 from shoal_ps_server.shard.partition import Partition, PartitionImage
-from shoal_ps_server.shard.payload import UploadHeader, describe, largest_of, split_rows
+from shoal_ps_server.shard.payload import UploadHeader, check_ids, describe, largest_of, split_rows
 from shoal_ps_server.shard.reading import Copies, EncodedValues, Reading
 
 LARGEST_BUCKET_BYTES: Final = 256 << 20
@@ -51,6 +51,7 @@ class TableRows(Partition):
         bucket = _bucket(image.spec)
         made.rows = Rows(bucket.spec, bucket.dim, image.rows)
         made.version = image.version
+        made.restoration = image.restoration
         made.settled = image.settled()
         made.largest_at_first = max(made.largest_at_first, largest_of(torch.from_numpy(image.rows.values)))
         return made
@@ -110,6 +111,43 @@ class TableRows(Partition):
         self.rows.update(ids, gradients, self.version)
         self.version += 1
 
+    def prepared(self, image: RowsImage) -> Rows:
+        """What `put_in_place` takes; nothing changes. On any thread.
+
+        Raises InvalidRequestError / ROWS_INVALID for rows that cannot be of this bucket, LimitError / MEMORY_EXHAUSTED for too many.
+        """
+        bucket = _bucket(self.spec)
+        begun = Rows(bucket.spec, bucket.dim)
+        if misfit := begun.misfit(image):
+            raise InvalidRequestError(f"{describe(self.spec)}: {misfit}; nothing was changed", reason="ROWS_INVALID")
+        check_ids(self.spec, bucket, image.ids)
+        for name, array in (("rows", image.values), *image.state.items()):
+            if not np.isfinite(array).all():
+                raise InvalidRequestError(f"{describe(self.spec)}: {name} with NaN or infinity; nothing was changed", reason="ROWS_INVALID")
+        if (nbytes := len(image.ids) * begun.row_bytes) > LARGEST_BUCKET_BYTES:
+            raise LimitError(
+                f"{describe(self.spec)}: {len(image.ids)} rows are {nbytes} bytes, a bucket holds {LARGEST_BUCKET_BYTES}; nothing was "
+                "changed. Declare the table with more buckets",
+                reason="MEMORY_EXHAUSTED",
+            )
+        try:
+            return Rows(bucket.spec, bucket.dim, image)
+        except MemoryError as error:
+            raise LimitError(
+                f"{describe(self.spec)}: there is no memory for {nbytes} bytes of rows; nothing was changed. Give the server more memory, "
+                "or the job more servers",
+                reason="MEMORY_EXHAUSTED",
+            ) from error
+
+    def takes(self, restoration: int) -> bool:
+        """Whether the restoration with this number, or 0, is to be made: see RowsHeader.restoration. Only with nothing on its way."""
+        return restoration > self.restoration if restoration else self.version == 1 and not self.restoration
+
+    def put_in_place(self, rows: Rows, version: int, restoration: int) -> None:
+        """A restoration: these are the rows from now on."""
+        self.rows, self.version, self.restoration = rows, version, restoration
+        self.largest_at_first = max(self.largest_at_first, rows.largest)
+
     def read_rows(self, ids: Ids, copies: Copies) -> Reading:
         """These rows as they are now, in a copy."""
         values = torch.from_numpy(self.rows.values(ids))
@@ -126,6 +164,7 @@ class TableRows(Partition):
             batches=dict(self.settled.batches),
             left=list(self.settled.left),
             rows=self.rows.image(),
+            restoration=self.restoration,
         )
 
     @property

@@ -15,11 +15,18 @@ from shoal_common.errors import UnavailableError
 from shoal_ps_server.configuration import Configuration
 from shoal_ps_server.shard.layout import Layout, PartitionSpec
 from shoal_ps_server.shard.payload import Upload, UploadHeader
-from shoal_ps_server.shard.shard import Admitted, Outcome, Shard
+from shoal_ps_server.shard.shard import Admitted, Outcome, Restoration, Shard
 from shoal_ps_server.storage.image import Members
 from shoal_ps_server.storage.journal import Journal
 from shoal_ps_server.storage.record import Record
-from shoal_ps_server.storage.recovery import clock_record, configuration_record, layout_record, members_record, partition_record
+from shoal_ps_server.storage.recovery import (
+    clock_record,
+    configuration_record,
+    layout_record,
+    members_record,
+    partition_record,
+    restoration_record,
+)
 
 T = TypeVar("T")
 
@@ -99,6 +106,21 @@ class Changes:
         """Waits for what is on its way to these partitions, whatever becomes of it."""
         if pending := [latest for each in partition_ids if (latest := self._latest.get(each)) is not None and not latest.done()]:
             await asyncio.wait(pending)
+
+    async def restore(self, restoration: Restoration) -> asyncio.Future[Outcome]:
+        """Admits rows that are to take the place of a bucket's. Raises as `Shard.check_open`."""
+        number = restoration.spec.partition_id
+        while (latest := self._latest.get(number)) is not None and not latest.done():
+            await asyncio.wait([latest])
+        if not self._shard.admit_restoration(restoration):
+            return _done(Outcome(partition_id=number, version=self._shard.version(number), duplicate=True))
+        made = self._make(
+            None if self._journal is None else restoration_record(restoration),
+            lambda: self._shard.restore(restoration),
+            refused=lambda: self._shard.refuse_restoration(restoration),
+        )
+        self._latest[number] = made
+        return made
 
     def check_open(self, spec: PartitionSpec) -> None:
         """Raises as `Shard.check_open`."""

@@ -23,9 +23,10 @@ from shoal_ps_server.shard.optimizer import OptimizerSettings, ParameterGroup, o
 from shoal_ps_server.shard.partition import PartitionImage
 from shoal_ps_server.storage.moves import Leaving, Taken
 
-FORMAT_VERSION: Final = 6
+FORMAT_VERSION: Final = 7
 """Grows when an older release could not read the file: 2 has a journal beside it, in 3 a partition has pieces of several tensors, in 4
-pieces know their rows, in 5 partitions may be on their way between servers, and in 6 they may be buckets of tables."""
+pieces know their rows, in 5 partitions may be on their way between servers, in 6 they may be buckets of tables, and in 7 those may have
+been put in place from a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,7 +109,7 @@ class SnapshotKeeper:
                     retry_after=_RETRY_AFTER,
                 ) from error
             await self._forget_journal_before(state.journal)
-            self._last = _fingerprint(image.state, {each.spec.partition_id: each.version for each in image.partitions})
+            self._last = _fingerprint(image.state, {each.spec.partition_id: (each.version, each.restoration) for each in image.partitions})
             self._metrics.snapshot_written(nbytes=nbytes, seconds=time.perf_counter() - started)
             logger.info("snapshot written", extra={"path": self._directory.snapshot, "bytes": nbytes})
             return Written(path=self._directory.snapshot, nbytes=nbytes)
@@ -119,7 +119,8 @@ class SnapshotKeeper:
         state = self._state()
         if self._directory is None or state is None:
             return
-        versions = {number: version for number, version in self._shard.summary().versions.items() if version}
+        held = self._shard.summary()
+        versions = {number: (version, held.restorations.get(number, 0)) for number, version in held.versions.items() if version}
         if _fingerprint(state, versions) == self._last:
             return
         await self.write()
@@ -191,6 +192,6 @@ class _Begun:
     coming: Taken | None = None
 
 
-def _fingerprint(state: ServerState, versions: dict[int, int]) -> tuple[object, ...]:
+def _fingerprint(state: ServerState, versions: dict[int, tuple[int, int]]) -> tuple[object, ...]:
     """Equal for two moments between which no value changed."""
     return versions, state.configuration, state.layout.epoch

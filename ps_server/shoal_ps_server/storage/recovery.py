@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from shoal_common.errors import CorruptDataError, ShoalError
 from shoal_common.failpoints import failpoint
+from shoal_common.tables.file import read_bucket
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_ps_server.configuration import Configuration
@@ -25,7 +26,7 @@ from shoal_ps_server.shard.layout import Layout
 from shoal_ps_server.shard.optimizer import OptimizerSettings
 from shoal_ps_server.shard.partition import PartitionImage
 from shoal_ps_server.shard.payload import Upload, UploadHeader
-from shoal_ps_server.shard.shard import Admitted, Shard
+from shoal_ps_server.shard.shard import Admitted, Restoration, Shard
 from shoal_ps_server.storage.image import (
     Members,
     ServerImage,
@@ -56,6 +57,9 @@ BACKUP: Final = "backup"
 """From here on, another server had to have each change before it was made; or none had to."""
 KNOWN: Final = "known"
 """A push that was known by its batch: its number is used up, and nothing else changes."""
+RESTORED: Final = "restored"
+"""The rows of a bucket were put in place from a checkpoint. From here on its versions are counted anew, so that records of pushes say after
+which restoration they were made."""
 COMING: Final = "coming"
 """A partition that another server hands over."""
 TAKEN: Final = "taken"
@@ -145,11 +149,19 @@ def partition_record(admitted: Admitted, upload: Upload) -> Record:
     if admitted.values is None:
         return Record(kind=KNOWN, fields=fields)
     fields |= {"base": header.base_version, "codec": header.codec}
+    if admitted.partition.restoration:
+        fields["restoration"] = admitted.partition.restoration
     if admitted.base:
         fields["compensated"] = True
     if header.absent:
         fields["absent"] = list(header.absent)
     return Record(kind=PUSH, fields=fields, payload=upload.payload)
+
+
+def restoration_record(restoration: Restoration) -> Record:
+    """Makes the record of rows that take the place of a bucket's."""
+    fields = {"partition": restoration.spec.partition_id, "version": restoration.version, "restoration": restoration.number or 1}
+    return Record(kind=RESTORED, fields=fields, payload=restoration.payload)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +244,7 @@ class Replay:
             VALUES: self._change,
             PUSH: self._change,
             KNOWN: self._change,
+            RESTORED: self._restore,
             CLOCK: self._tick,
             BACKUP: self._hold,
             COMING: self._bring,
@@ -357,8 +370,11 @@ class Replay:
                 raise ValueError("the partition has no values")
             self.shard.settle(header)
             return
-        if version <= have:
-            return  # the snapshot has it
+        restoration, newest = int(fields.get("restoration", 0)), self.shard.restoration(spec.partition_id)
+        if restoration < newest or (restoration == newest and version <= have):
+            return  # the snapshot has it, or rows that were put in place after it
+        if restoration > newest:
+            raise ValueError(f"it was made after restoration {restoration}, the partition is at {newest}")
         if version != have + 1:
             raise ValueError(f"it leads to version {version}, the partition is at {have}")
         upload = Upload(header)
@@ -369,3 +385,12 @@ class Replay:
             self.shard.initialize(upload)
         else:
             self.shard.redo(upload, compensated=bool(fields.get("compensated")))
+
+    def _restore(self, record: Record) -> None:
+        assert self.layout is not None, "it stands before all partitions"
+        spec, number = self.layout.partitions[record.fields["partition"]], int(record.fields["restoration"])
+        if number <= self.shard.restoration(spec.partition_id):
+            return  # the snapshot has it
+        rows = self.shard.prepared(spec, read_bucket(record.payload).rows)
+        version = int(record.fields["version"])
+        self.shard.restore(Restoration(spec=spec, number=number, version=version, rows=rows, payload=record.payload))

@@ -30,9 +30,9 @@ from shoal_ps_server.storage.record import Found, Record, later, read_all
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION: Final = 5
+FORMAT_VERSION: Final = 6
 """Grows when an older release could not read the file: in 2 a partition has pieces of several tensors, in 3 pieces know their rows, in 4
-partitions move between servers, and in 5 they may be buckets of tables."""
+partitions move between servers, in 5 they may be buckets of tables, and in 6 those may be put in place from a checkpoint."""
 _OLDEST_READABLE: Final = 3
 OPENING: Final = "journal"
 """Kind of a file's first record."""

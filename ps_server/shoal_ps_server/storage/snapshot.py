@@ -201,6 +201,7 @@ def _entry(partition: PartitionImage, prefix: str = "") -> dict[str, Any]:
         "sequences": partition.sequences,
         "batches": partition.batches,
         "left": partition.left,
+        "restoration": partition.restoration,
         "pulled": dict(partition.pulled),
         "base_values": sorted(partition.base_values),
         "runs": [[run.first, run.end] for run in partition.runs],
@@ -308,6 +309,7 @@ def _bucket(spec: PartitionSpec, bucket: Bucket, entry: Mapping[str, Any], tenso
             state={name: arrays[f"state:{name}"] for name in begun.state_names},
             updated_at=arrays["updated_at"],
         ),
+        restoration=int(entry.get("restoration", 0)),  # older releases had none
     )
 
 

@@ -419,8 +419,8 @@ def cluster(tmp_path: Path, transport: Transport, monkeypatch: pytest.MonkeyPatc
 class ServerProcess:
     """`python -m shoal_ps_server`, as launchers start it."""
 
-    def __init__(self, directory: Path, *flags: str, most_descriptors: int | None = None) -> None:
-        """`most_descriptors`: the limit of its open files; None: this process's."""
+    def __init__(self, directory: Path, *flags: str, most_descriptors: int | None = None, **variables: str) -> None:
+        """`most_descriptors`: the limit of its open files; None: this process's. `variables`: of its environment."""
         self._port_file = directory / f"port-{time.monotonic_ns()}"
         self._log = directory / f"log-{time.monotonic_ns()}"
         environment = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
@@ -429,7 +429,7 @@ class ServerProcess:
             self.process = subprocess.Popen(
                 [*limited, sys.executable, "-m", "shoal_ps_server", "--port-file", str(self._port_file), *flags],
                 stderr=log,
-                env={**environment, "OMP_NUM_THREADS": "1"},
+                env={**environment, "OMP_NUM_THREADS": "1", **variables},
             )
 
     @property
@@ -459,11 +459,11 @@ class ServerProcess:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
-    """start(*flags, most_descriptors) -> ServerProcess"""
+    """start(*flags, most_descriptors, **environment) -> ServerProcess"""
     started: list[ServerProcess] = []
 
-    def start_one(*flags: str, most_descriptors: int | None = None) -> ServerProcess:
-        started.append(ServerProcess(tmp_path, *flags, most_descriptors=most_descriptors))
+    def start_one(*flags: str, most_descriptors: int | None = None, **variables: str) -> ServerProcess:
+        started.append(ServerProcess(tmp_path, *flags, most_descriptors=most_descriptors, **variables))
         return started[-1]
 
     yield start_one

@@ -93,6 +93,8 @@ def train(options: argparse.Namespace) -> None:
     alone = options.strategy == "async_sgd"
     batches = {"batch_size": options.batch_size, "look_ahead": True} if alone else {"global_batch_size": options.batch_size}
     loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(*log), **batches)
+    if options.checkpoints is not None:
+        shoal.resume(options.checkpoints)  # the rows too: the servers may have nothing yet, or rows of later steps
     for epoch in loader.epochs(options.epochs):
         for *inputs, clicks in loader:
             if alone and (upcoming := loader.peek()) is not None:  # under ddp the next rows are not there before this step is pushed
@@ -105,6 +107,8 @@ def train(options: argparse.Namespace) -> None:
             best = area_under_curve(probability, held_out)
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
             print(f"epoch {epoch}: AUC {reached:.4f} of {best:.4f}; this worker's memory {peak} MiB at most", flush=True)
+        if options.checkpoints is not None:
+            shoal.save_checkpoint(options.checkpoints)
 
 
 if __name__ == "__main__":
@@ -115,4 +119,5 @@ if __name__ == "__main__":
     parser.add_argument("--samples", type=int, default=100_000, help="of the log, which is trained on once an epoch")
     parser.add_argument("--batch-size", type=int, default=250, help="samples of a step; with async_sgd, of a worker's step")
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--checkpoints", help="a directory: one is written there after each epoch, and the newest is gone on from")
     train(parser.parse_args())

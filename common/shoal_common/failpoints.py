@@ -21,6 +21,8 @@ Workers:
     session.after_operation     its result is kept
     session.at_border           the members have met at a border that joiners wait at
     checkpoint.shard_written    this rank's shard of a checkpoint is on the disk, and nobody was told
+    rows.written                a bucket of a sparse table is on the disk, in a checkpoint that is not whole
+    rows.put                    a server has a bucket of a checkpoint in the place of its own; others have theirs still
     transfer.before_serving     a receiver has asked this donor
     transfer.before_taking      this receiver has not asked yet
     exchange.server_answered    one parameter server has acknowledged the push; others may not have it yet

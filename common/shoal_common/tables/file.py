@@ -40,7 +40,7 @@ class BucketImage:
 
     def encoded(self) -> EncodedBucket:
         """The file. It shares memory with the rows."""
-        arrays = {"ids": self.rows.ids, "updated_at": self.rows.updated_at, "rows": self.rows.values}
+        arrays: dict[str, npt.NDArray[Any]] = {"ids": self.rows.ids, "updated_at": self.rows.updated_at, "rows": self.rows.values}
         arrays |= {f"{_STATE}{name}": array for name, array in self.rows.state.items()}
         metadata = {"table": self.table, "bucket": str(self.number), "buckets": str(self.buckets), "version": str(self.version)}
         entries: dict[str, Any] = {"__metadata__": metadata}
@@ -120,4 +120,4 @@ def read_bucket(data: memoryview) -> BucketImage:
 
 
 def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
-    return memoryview(np.ascontiguousarray(array)).cast("B") if array.nbytes else memoryview(b"")
+    return np.ascontiguousarray(array).data.cast("B") if array.nbytes else memoryview(b"")

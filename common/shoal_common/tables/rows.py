@@ -139,7 +139,7 @@ class Rows:
             "updated_at": ((count,), np.int64),
             **{f"state/{name}": ((count, *self.state_shape(name)), np.float32) for name in self.state_names},
         }
-        arrays = {"ids": image.ids, "rows": image.values, "updated_at": image.updated_at}
+        arrays: dict[str, npt.NDArray[Any]] = {"ids": image.ids, "rows": image.values, "updated_at": image.updated_at}
         found = {name: (array.shape, array.dtype.type) for name, array in arrays.items()}
         found |= {f"state/{name}": (array.shape, array.dtype.type) for name, array in image.state.items()}
         for name in sorted(expected.keys() | found.keys()):

@@ -56,7 +56,7 @@ class WholeBuckets:
         check_job(request.job_id, self._job_id)
         spec, bucket = _bucket(request.partition_id, await self._layout_of_epoch(request.shard_map_epoch))
         self._shard.check_open(spec)
-        release = await self._memory.take(f"reading {spec.partition_id}", LARGEST_BUCKET_BYTES // 2)
+        release = await self._memory.take(f"reading {spec.partition_id}", self._shard.bucket_bytes(spec))
         try:
             image = self._shard.bucket_image(spec)
             assert image.rows is not None, "it is of a bucket"
@@ -87,7 +87,7 @@ class WholeBuckets:
                 member_id, generation = parse_member(header.member_id), at_least("generation", header.generation, 0)
                 self._shard.check_open(spec)
                 await self._membership.admit(member_id, generation)
-                release = await self._memory.take(member_id, header.payload_bytes)
+                release = await self._memory.take(member_id, 2 * header.payload_bytes)  # and the rows that are made of it
                 payload = await _received(spec, header, messages, lambda: idle.reschedule(asyncio.get_running_loop().time() + idle_s))
             restoration = await self._prepared(spec, bucket, number, payload)
             self._membership.check(member_id, generation)
@@ -105,9 +105,7 @@ class WholeBuckets:
             try:
                 image = read_bucket(payload)
             except ValueError as error:
-                raise InvalidRequestError(
-                    f"{describe(spec)}: the payload is no bucket: {error}", reason="ROWS_INVALID"
-                ) from error
+                raise InvalidRequestError(f"{describe(spec)}: the payload is no bucket: {error}", reason="ROWS_INVALID") from error
             found = (image.table, image.number, image.buckets)
             if found != (bucket.table, bucket.number, bucket.spec.buckets):
                 raise InvalidRequestError(

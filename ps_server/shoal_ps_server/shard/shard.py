@@ -300,6 +300,10 @@ class Shard:
         """A copy of a bucket of a table as it is now. Raises as `check_open`."""
         return self._bucket(spec).as_it_is()
 
+    def bucket_bytes(self, spec: PartitionSpec) -> int:
+        """What a copy of a bucket takes at most. Raises as `check_open`."""
+        return self._bucket(spec).stored_bytes
+
     def _bucket(self, spec: PartitionSpec) -> TableRows:
         partition = self._open(spec)
         assert isinstance(partition, TableRows), "the request was checked against the layout"

@@ -17,7 +17,7 @@ from shoal_ps_server.replication.items import FORMAT_VERSION, STATE, Item
 from shoal_ps_server.storage.image import Members, members_to_json
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServer"]
-STREAMED = {"Initialize", "Push", "Follow", "TakePartitions"}
+STREAMED = {"Initialize", "Push", "RestoreRows", "Follow", "TakePartitions"}
 EXPECTED_CODES = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.NOT_FOUND,
@@ -48,7 +48,7 @@ def send(channel: grpc.Channel, method: str, data: bytes | list[bytes]) -> grpc.
     try:
         if method in STREAMED:
             channel.stream_unary(path)(iter(data), timeout=30)
-        elif method == "Pull":
+        elif method in ("Pull", "ReadRows"):
             list(channel.unary_stream(path)(data, timeout=30))
         else:
             channel.unary_unary(path)(data, timeout=30)
@@ -84,6 +84,8 @@ def test_another_jobs_request_is_not_found(trained, method) -> None:
         offer = {"move": 1, "epoch": 1, "partitions": [], "configuration": None, "members": members_to_json(Members()), "batches": []}
         fields = {"format": FORMAT_VERSION, "job_id": "other", **offer}
         error = send(channel, method, list(Item(kind=STATE, fields=fields).encoded()))
+    elif method == "RestoreRows":
+        error = send(channel, method, [pb.RowsChunk(header=pb.RowsHeader(job_id="other")).SerializeToString()])
     elif method in STREAMED:
         error = send(channel, method, [chunk(member.header(0, job_id="other"))])
     else:

@@ -242,4 +242,4 @@ def test_a_server_killed_in_a_restoration_has_all_of_it_or_nothing(cluster: Any,
     restore(again, 0, begun)
     assert read(again, 0) == begun
     again.close()
-    assert DIM == read_bucket(memoryview(then)).rows.values.shape[1]
+    assert read_bucket(memoryview(then)).rows.values.shape[1] == DIM

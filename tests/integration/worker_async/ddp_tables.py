@@ -25,12 +25,14 @@ SAMPLES = 96
 class Recommender(nn.Module):
     """Two tables and a dense part."""
 
-    def __init__(self) -> None:
+    def __init__(self, **users: Any) -> None:
+        """`users`: what is different about the table of users."""
         super().__init__()
         torch.manual_seed(0)
-        self.users = shoal.SparseEmbedding(
-            None, 4, name="users", optimizer=partial(torch.optim.Adagrad, lr=0.1, lr_decay=0.01), scale=0.5, buckets=3
-        )
+        if users.get("optimizer") == "sparse_adam":
+            users = {**users, "optimizer": partial(torch.optim.SparseAdam, lr=0.01)}
+        options = {"optimizer": partial(torch.optim.Adagrad, lr=0.1, lr_decay=0.01), "scale": 0.5, "buckets": 3, **users}
+        self.users = shoal.SparseEmbedding(None, 4, name="users", **options)
         self.words = shoal.SparseEmbeddingBag(
             IDS, 4, name="words", mode="sum", optimizer=partial(torch.optim.SparseAdam, lr=0.01), seed=1, buckets=2
         )
@@ -62,7 +64,7 @@ def main() -> None:
     directory = Path(config["directory"])
     micro = config.get("micro", True)
     shoal.init()
-    net = Recommender()
+    net = Recommender(**config.get("users", {}))
     adam = torch.optim.Adam(net.parameters(), 1e-2)
     model, optimizer = shoal.as_distributed(net, adam, strategy="ddp", deterministic=micro, backend=config.get("backend"))
     loader = shoal.ElasticDataLoader(samples(), global_batch_size=16, micro_batch_size=4 if micro else None)
@@ -82,8 +84,10 @@ def main() -> None:
                 time.sleep(config["delay_s"])
             lost += not optimizer.step()
             optimizer.zero_grad()
+            if "save_every" in config:
+                shoal.save_checkpoint(config["save"], every_steps=config["save_every"])
         evaluation = shoal.evaluate(model, validation, evaluated)
-        if "save" in config:
+        if "save" in config and "save_every" not in config:
             shoal.save_checkpoint(config["save"])
     with torch.no_grad():
         rows = [net.users(torch.arange(IDS)), net.words(torch.arange(IDS).unsqueeze(1))]

@@ -133,7 +133,7 @@ def test_a_truncated_chunk_is_refused(header, payload, data):
 
 
 def test_the_fields_are_where_the_codec_expects_them():
-    for message in (pb.PushChunk, pb.PullChunk, pb.FollowChunk):
+    for message in (pb.PushChunk, pb.PullChunk, pb.FollowChunk, pb.RowsChunk):
         numbers = {f.name: (f.number, f.type) for f in message.DESCRIPTOR.fields}
         assert numbers == {"header": (1, 11), "payload": (2, 12)}  # 11: message, 12: bytes
 

@@ -36,6 +36,7 @@ from shoal_worker.asynchronous.tables import PushedRows, Tables
 from shoal_worker.asynchronous.tensors import HostTensor, Iteration, check_gradients, gradients
 from shoal_worker.elastic.loader_interface import Leases, StepSource, StepStatus, StopTraining
 from shoal_worker.elastic.membership import Membership
+from shoal_worker.elastic.row_store import RowStore
 from shoal_worker.elastic.session import Session
 from shoal_worker.engine.base import Engine, Loss, Setup, call_module, loss_of
 from shoal_worker.engine.parameters import check_optimizer_covers, check_trains, materialize
@@ -393,6 +394,11 @@ class AsyncEngine(Engine):
             self._materialize()
         self.module.load_state_dict(state["model"])
         optimizers.restore(state["optimizer"])
+
+    @property
+    def row_store(self) -> RowStore | None:
+        """See `TrainingEngine`."""
+        return self._tables.store
 
     def has_values(self) -> bool:
         """See `TrainingEngine`."""

@@ -8,8 +8,8 @@ A step that is lost must leave the servers' rows as they were, and a step that c
 3. Only then the sums are pushed (`deliver`), by each rank to a share of the buckets, under a key that no other step has. A server applies
    one push of a key to each bucket, whoever sends it; so a rank that waits for what another should have pushed pushes it as well.
 4. A bucket's version counts its pushes, and every rank knows which version follows the last step: a lookup waits until its buckets are
-   there. Versions that are not as expected mean that a server has lost its data, or that a checkpoint is of another time: that is
-   logged, and the ranks agree on the versions that there are.
+   there. Versions that are not as expected mean that a server has lost its data: that is logged, and the ranks agree on the versions that
+   there are. A checkpoint has the rows too (`row_store.py`), and a return to it puts them and their versions in place.
 
 All of it belongs to the training thread, or to the thread of a backward pass that computes activations again while that one waits.
 """
@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from shoal_common.errors import MembershipChanged, PreconditionError
 from shoal_common.failpoints import failpoint
@@ -34,14 +33,17 @@ from torch import nn
 from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.options import AsyncOptions, ServerOptimizer
 from shoal_worker.asynchronous.own_cluster import OwnCluster, open_job
+from shoal_worker.asynchronous.row_reader import RowReader
+from shoal_worker.asynchronous.row_store import StepRowStore
+from shoal_worker.asynchronous.row_sums import RowSums, summed
 from shoal_worker.asynchronous.servers import ParameterServers
-from shoal_worker.asynchronous.tables import PushedRows, RowReader, buckets_of_tables, check_names, pushed_rows, table_specs
+from shoal_worker.asynchronous.tables import PushedRows, buckets_of_tables, check_names, pushed_rows, table_specs
 from shoal_worker.asynchronous.tensors import Iteration
 from shoal_worker.elastic.loader_interface import StopTraining
 from shoal_worker.elastic.session import Session
 from shoal_worker.engine.base import Setup
 from shoal_worker.engine.failed_collectives import LosingStep
-from shoal_worker.state.serial import dump_tensors, load_tensors
+from shoal_worker.state.serial import load_tensors
 from shoal_worker.tables import LookedUp, RowGradients, SparseEmbedding, tables_of
 
 _log = logging.getLogger(__name__)
@@ -52,8 +54,6 @@ _SHORTEST_WAIT_S: Final = 0.0005
 _LONGEST_WAIT_S: Final = 0.02
 _KEYS_OF_A_GENERATION: Final = 1 << 32
 """Steps that begin to push in a later generation have larger keys than all before."""
-
-_Sums = npt.NDArray[np.float64]
 
 
 class SynchronousJob(Job):
@@ -91,51 +91,6 @@ class _Step:
         self.unseen = set(self.pushes)
 
 
-class RowSums:
-    """This rank's part of the row gradients of a step, weighted, by table and id. In float64, so that with micro-batches, whose weights are
-    whole numbers, the ranks' sum does not depend on who computed what: see `replicated/buckets.py`."""
-
-    def __init__(self, tables: Sequence[SparseEmbedding]) -> None:
-        self._tables = tables
-        self._parts: dict[str, list[tuple[Ids, _Sums]]] = {}
-        self._weight = 0.0
-        """Of the micro-batches that are in."""
-        self.versions: dict[int, int] = {}
-        """Those that the gradients were computed on."""
-
-    def take(self, factor: float, *, weight: float = 0.0) -> None:
-        """Adds the gradients that the tables have gathered, `factor` times; they weigh `weight`. With neither they are left out."""
-        for table in self._tables:
-            gradients = table.gradients()
-            if gradients is not None and factor != 0:
-                self._parts.setdefault(table.name, []).append((gradients.ids, gradients.values.astype(np.float64) * factor))
-                self.versions.update(gradients.versions)
-            table.drop_gradients()
-        self._weight += weight
-
-    def clear(self) -> None:
-        """Nothing is in."""
-        self._parts.clear()
-        self.versions.clear()
-        self._weight = 0.0
-
-    def dump(self, told: Mapping[str, Any]) -> bytes:
-        """This rank's part, for the others; `told`: what else there is to tell, JSON-able."""
-        tensors: dict[str, torch.Tensor] = {}
-        for name, parts in self._parts.items():
-            ids, sums = _summed(parts)
-            tensors |= {f"{name}/ids": torch.from_numpy(ids), f"{name}/sums": torch.from_numpy(sums)}
-        return dump_tensors(tensors, {"weight": self._weight, **told})
-
-
-def _summed(parts: Sequence[tuple[Ids, _Sums]]) -> tuple[Ids, _Sums]:
-    """Each id once, ascending, and the sum of what is there of it, in the order of the parts."""
-    ids = np.concatenate([ids for ids, _ in parts])
-    order = np.argsort(ids, kind="stable")
-    unique, first = np.unique(ids[order], return_index=True)
-    return unique, np.add.reduceat(np.concatenate([sums for _, sums in parts])[order], first, axis=0) if len(ids) else parts[0][1]
-
-
 class ServerStepTables:
     """Tables whose rows are on the job's parameter servers. A `StepTables` (replicated/step_tables.py)."""
 
@@ -157,6 +112,7 @@ class ServerStepTables:
         self._own_cluster: OwnCluster | None = None
         self._servers: ParameterServers | None = None
         self._reader: RowReader | None = None
+        self._store: StepRowStore | None = None
         self._partitions: dict[str, tuple[int, ...]] = {}
         """Table -> its buckets' partitions, by the buckets' numbers."""
         self._here = RowSums(tables)
@@ -168,8 +124,6 @@ class ServerStepTables:
         """Partition -> the version that it has when all that counts was pushed."""
         self._found: dict[int, int] = {}
         """Those of them that this rank has found on a server, and that the ranks have not agreed on yet."""
-        self._may_differ = False
-        """The state is another rank's or a checkpoint's, and no step was taken since: rows may be of another time."""
         self._staged: _Step | None = None
         """The step in progress, when it is summed."""
         self._pending: _Step | None = None
@@ -195,6 +149,7 @@ class ServerStepTables:
             self._servers.configure()
             self._reader = RowReader(job, shard_map, patience=self._options.server_timeout)
             self._partitions = buckets_of_tables(shard_map, self._tables)
+            self._store = StepRowStore(job, self._reader, self._tables, self._partitions, settle=self._see_all, found=self._note)
             for table in self._tables:
                 table.come_from(_Rows(self, self._partitions[table.name], table.embedding_dim))
             job.takes_steps = True
@@ -279,6 +234,12 @@ class ServerStepTables:
         for table in self._tables:
             table.drop_gradients()
 
+    @property
+    def store(self) -> StepRowStore:
+        """See `StepTables`."""
+        assert self._store is not None
+        return self._store
+
     def capture(self) -> dict[str, Any]:
         """See `StepTables`."""
         if not self._versions:
@@ -301,7 +262,6 @@ class ServerStepTables:
         self._staged = self._pending = None
         self._versions = {int(each): number for each, number in state["versions"].items()} if state else {}
         self._found = dict(self._versions)
-        self._may_differ = True
         if not state:
             return
         self._next_key = max(self._next_key, state["next_key"])
@@ -354,25 +314,18 @@ class ServerStepTables:
 
     def _differs(self, partition_id: int, version: int, expected: int) -> None:
         table = next(name for name, partitions in self._partitions.items() if partition_id in partitions)
-        if version < expected:
-            _log.warning(
-                "sparse table %r: bucket %d has %d pushes, and %d were made: its server has lost its data, or the checkpoint is of another "
-                "server; training goes on from the rows that there are. With a data directory of its own a server loses none",
-                *(table, partition_id, version - 1, expected - 1),
-            )
-            self._own.metrics.pushes_lost.inc(expected - version)
-        elif self._may_differ:
-            _log.warning(
-                "sparse table %r: bucket %d has had %d pushes since the checkpoint that was loaded; its rows stay as they are now, and what "
-                "the steps since then have changed in them stays",
-                *(table, partition_id, version - expected),
-            )
-        else:
+        if version > expected:
             raise PreconditionError(
                 f"sparse table {table!r}: bucket {partition_id} has {version - 1} pushes, and the ranks of this job have made "
                 f"{expected - 1}: somebody else trains it; a table belongs to one job with one strategy",
                 reason="TABLE_AHEAD",
             )
+        _log.warning(
+            "sparse table %r: bucket %d has %d pushes, and %d were made: its server has lost its data; training goes on from the rows that "
+            "there are. With a data directory of its own a server loses none",
+            *(table, partition_id, version - 1, expected - 1),
+        )
+        self._own.metrics.pushes_lost.inc(expected - version)
 
     def _saw(self, partitions: Iterable[int]) -> None:
         """All that counts is in these partitions."""
@@ -406,14 +359,14 @@ class ServerStepTables:
         generation = self._generation
         if any(each["found"] for each in metadata):
             key = max(key, generation * _KEYS_OF_A_GENERATION + 1)
-        self._found, self._may_differ = {}, False
+        self._found = {}
         weight = sum(each["weight"] for each in metadata)
         divisor = weight if in_micro_batches and weight and not self._sums_losses else 1.0
         gradients: dict[str, RowGradients] = {}
         for name in self._by_name:
             parts = [(each[f"{name}/ids"].numpy(), each[f"{name}/sums"].numpy()) for each, _ in told if f"{name}/ids" in each]
             if parts:
-                ids, sums = _summed(parts)
+                ids, sums = summed(parts)
                 gradients[name] = RowGradients(ids=ids, values=(sums / divisor).astype(np.float32), versions={})
         return self._step(key, gradients)
 
@@ -447,9 +400,7 @@ class ServerStepTables:
         if not rows:
             return
         self._clock += 1
-        iteration = Iteration(
-            clock=self._clock, revision=self._revision, gradients={}, pull=False, batch=step.key, in_part=True, rows=rows
-        )
+        iteration = Iteration(clock=self._clock, revision=self._revision, gradients={}, pull=False, batch=step.key, in_part=True, rows=rows)
         try:
             self._require_servers().exchange(iteration)
         except StopTraining as stop:

@@ -1,60 +1,42 @@
 """The sparse tables of a worker's model, whose rows are on the parameter servers: looked up there by forward passes, and pushed by steps.
 
-Rows are looked up as an onlooker, from all servers at once, on connections of their own: on the training thread's behalf, or ahead of it
-(`prefetch`), while pushes are on their way. What a step pushes of them goes with its dense gradients, under the same numbers, clock and
-batch (server_link.py): here it is only made.
+Rows are looked up (row_reader.py) on the training thread's behalf, or ahead of it (`prefetch`), while pushes are on their way. What a step
+pushes of them goes with its dense gradients, under the same numbers, clock and batch (server_link.py): here it is only made.
 
-`Tables` and `ServerRows` belong to the training thread; `RowReader` is used by it and by the threads of prefetches.
+All of it belongs to the training thread.
 """
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
 import numpy as np
-from shoal_common.backoff import Backoff
-from shoal_common.clients.parameter_server import ParameterServerClient
 from shoal_common.errors import (
     ConfigurationError,
-    CorruptDataError,
-    DeadlineError,
     InvalidRequestError,
     LimitError,
-    PreconditionError,
     ShoalError,
-    UnavailableError,
 )
 from shoal_common.tables.values import Ids, Values
-from shoal_common.tables.wire import by_bucket, pulled_ids, pushed_payload
+from shoal_common.tables.wire import by_bucket, pushed_payload
 from shoal_common.wire import LARGEST_PAYLOAD_BYTES, DtypeInfo, dtype_info
 from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
-from shoal_protos.v1 import parameter_server_pb2 as pb
 from torch import nn
 
 from shoal_worker.asynchronous.job import Job
+from shoal_worker.asynchronous.row_reader import RowReader
+from shoal_worker.asynchronous.row_store import ServerRowStore
 from shoal_worker.elastic.loader_interface import StopTraining
 from shoal_worker.tables import LookedUp, RowGradients, SparseEmbedding, tables_of
 
 _DTYPE: Final = dtype_info("float32")
-_LONGEST_BACKOFF_S: Final = 1.0
-_LEAVES_AFTER_S: Final = 5.0
-"""A worker that is to leave waits no longer for a server that is away."""
-_MOST_IDS: Final = 1 << 17
-"""In one request to one server."""
-_MOST_BYTES: Final = 16 << 20
-"""What one answer may have of rows: what a server gives of one bucket."""
 _MOST_PREFETCHES: Final = 4
 """A table has no more of them; the oldest that nobody took are dropped."""
-_STREAM_DEADLINE: Final = timedelta(seconds=60)
-_PASSING: Final = frozenset({"STALE_SHARD_MAP", "SHARD_MAP_INCOMPLETE", "PARTITION_UNKNOWN", "JOB_UNKNOWN"})
-"""Refusals that pass by themselves: servers change, or another job's server is where one of this job's was."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +125,8 @@ class Tables:
         self._partitions: dict[str, tuple[int, ...]] = {}
         """Table -> its buckets' partitions, by the buckets' numbers."""
         self._reader: RowReader | None = None
+        self.store: ServerRowStore | None = None
+        """The rows, for checkpoints; None: there are no tables, or they are not connected yet."""
 
     def __bool__(self) -> bool:
         return bool(self._tables)
@@ -164,6 +148,7 @@ class Tables:
             return
         self._reader = RowReader(job, shard_map, patience=patience)
         self._partitions = buckets_of_tables(shard_map, self._tables)
+        self.store = ServerRowStore(job, self._reader, self._tables, self._partitions)
         for table in self._tables:
             table.come_from(ServerRows(self._reader, self._partitions[table.name], table.embedding_dim, stopped))
 
@@ -227,142 +212,6 @@ class ServerRows:
                 return None
             return LookedUp(values=found.values[places], versions=found.versions)
         return None
-
-
-class RowReader:
-    """Reads rows of this job's tables from its servers, wherever these are. Any thread may call."""
-
-    def __init__(self, job: Job, shard_map: coordinator_pb.ShardMap, *, patience: timedelta) -> None:
-        self._job = job
-        self._patience_s = patience.total_seconds()
-        self._closed = threading.Event()
-        self._lock = threading.Lock()
-        """Held while what follows is looked at or changed."""
-        self._map = shard_map
-        self._clients: dict[str, ParameterServerClient] = {}
-        """Address -> client."""
-        self._servers = ThreadPoolExecutor(max_workers=max(1, len(shard_map.servers)), thread_name_prefix="shoal-rows")
-
-    def read(self, partitions: Sequence[int], dim: int, ids: Ids) -> LookedUp:
-        """The rows with these ids, each named once. `partitions`: the table's, by the buckets' numbers.
-
-        Raises:
-            DeadlineError (SERVER_AWAY): a server was away for too long.
-            StopTraining: this worker is to leave, and a server is away.
-            UnavailableError (CLIENT_CLOSED): the tables were left.
-        """
-        places = by_bucket(ids, len(partitions))
-        away_since: float | None = None
-        backoff = Backoff(longest_s=_LONGEST_BACKOFF_S)
-        while True:
-            try:
-                if away_since is not None:
-                    self._find()
-                return self._read_all(partitions, dim, ids, places)
-            except ShoalError as error:
-                if self._closed.is_set():
-                    raise UnavailableError("the sparse tables' servers were left with the job", reason="CLIENT_CLOSED") from error
-                if not isinstance(error, UnavailableError | DeadlineError | CorruptDataError) and error.reason not in _PASSING:
-                    raise
-                now = time.monotonic()
-                away_since = now if away_since is None else away_since
-                if self._job.leaving and now - away_since > _LEAVES_AFTER_S:
-                    raise self._job.departure() from error
-                if now - away_since > self._patience_s:
-                    raise DeadlineError(
-                        f"rows of a sparse table could not be had for more than {self._patience_s:.0f} s (server_timeout): {error}",
-                        reason="SERVER_AWAY",
-                    ) from error
-                self._closed.wait(backoff.next_s(error))
-
-    def read_ahead(self, partitions: Sequence[int], dim: int, ids: Ids) -> Future[LookedUp]:
-        """`read`, in the background."""
-        future: Future[LookedUp] = Future()
-
-        def read() -> None:
-            try:
-                future.set_result(self.read(partitions, dim, ids))
-            except BaseException as error:
-                future.set_exception(error)
-
-        # Not a pool's: the interpreter would wait for it at its end, and it may wait for a server.
-        threading.Thread(target=read, name="shoal-prefetch", daemon=True).start()
-        return future
-
-    def close(self) -> None:
-        """Ends calls in progress. Idempotent."""
-        self._closed.set()
-        with self._lock:
-            clients = list(self._clients.values())
-        for client in clients:
-            client.close()
-        self._servers.shutdown(wait=False, cancel_futures=True)
-
-    def _read_all(self, partitions: Sequence[int], dim: int, ids: Ids, places: Sequence[Ids]) -> LookedUp:
-        """Once."""
-        with self._lock:
-            shard_map = self._map
-        addresses = {server.server_index: server.address for server in shard_map.servers}
-        owners = {partition_id: shard_map.partitions[partition_id].primary for partition_id in partitions}
-        if missing := sorted({owner for owner in owners.values() if not addresses.get(owner)}):
-            raise PreconditionError(f"servers {missing} are not registered", reason="SHARD_MAP_INCOMPLETE")
-        values = np.empty((len(ids), dim), dtype=np.float32)
-        chosen = dict(zip(partitions, places, strict=True))
-        reads = []
-        for owner in sorted(set(owners.values())):
-            share = {partition_id: chosen[partition_id] for partition_id in partitions if owners[partition_id] == owner}
-            reads.append((self._client(addresses[owner]), share))
-        if len(reads) == 1:
-            versions = self._read_server(*reads[0], shard_map.epoch, ids, values)
-        else:
-            futures = [self._servers.submit(self._read_server, client, share, shard_map.epoch, ids, values) for client, share in reads]
-            try:
-                wait(futures)  # also where one has failed: the others write to `values`
-            except BaseException:  # Ctrl-C: the interpreter would wait for the threads before it ends
-                self.close()
-                raise
-            versions = {partition_id: version for future in futures for partition_id, version in future.result().items()}
-        return LookedUp(values=values, versions=versions)
-
-    def _read_server(self, client: ParameterServerClient, share: Mapping[int, Ids], epoch: int, ids: Ids, values: Values) -> dict[int, int]:
-        """Fills in the rows of one server's buckets, `share` of which says the places; returns the oldest version of each that was read."""
-        versions: dict[int, int] = {}
-        at_once = max(1, min(_MOST_BYTES // (4 * values.shape[1]), _MOST_IDS) // len(share))
-        for begin in range(0, max(1, *(len(places) for places in share.values())), at_once):
-            parts = {partition_id: places[begin : begin + at_once] for partition_id, places in share.items()}
-            # A bucket without ids tells its version.
-            wanted = {partition_id: part for partition_id, part in parts.items() if len(part) or not begin}
-            versions = self._pull(client, wanted, epoch, ids, values) | versions
-        return versions
-
-    def _pull(self, client: ParameterServerClient, wanted: Mapping[int, Ids], epoch: int, ids: Ids, values: Values) -> dict[int, int]:
-        """One request. Partition -> version."""
-        received = {number: np.empty((len(places), values.shape[1]), dtype=np.float32) for number, places in wanted.items()}
-        request = pb.PullRequest(
-            job_id=self._job.job_id,
-            shard_map_epoch=epoch,
-            partitions=[pb.PartitionPull(partition_id=number, ids=pulled_ids(ids[places])) for number, places in wanted.items()],
-            checksums=True,
-        )
-        headers = client.pull(request, lambda header: received[header.partition_id].data, deadline=_STREAM_DEADLINE)
-        for number, places in wanted.items():
-            values[places] = received[number]
-        return {header.partition_id: header.version for header in headers}
-
-    def _find(self) -> None:
-        """A server that was restarted may listen elsewhere, and buckets may have moved."""
-        found = self._job.shard_map()
-        if found is not None:
-            with self._lock:
-                self._map = found
-
-    def _client(self, address: str) -> ParameterServerClient:
-        with self._lock:
-            if self._closed.is_set():
-                raise UnavailableError("the sparse tables' servers were left with the job", reason="CLIENT_CLOSED")
-            if address not in self._clients:
-                self._clients[address] = self._job.server_client(address)
-            return self._clients[address]
 
 
 def _check_size(table: SparseEmbedding, rows: int, nbytes: int) -> None:

@@ -3,5 +3,5 @@
 `saving` is what `shoal.save_checkpoint`, `shoal.resume` and a return to a checkpoint call: which ranks write what, and when. `files` makes
 and finds checkpoints in a directory, and reads them; `shards` has what is particular to a state that is cut over the ranks. `manifest` has
 the file that says what a checkpoint is, the directories that appear whole, and one file of tensors; `writer` is the thread that writes
-beside the training, and how ranks wait for a disk.
+beside the training, and how ranks wait for a disk. `rows` has the rows of sparse tables, which the servers hold.
 """

@@ -6,6 +6,7 @@ One checkpoint is a directory. In the layout "whole", written by one process:
       checkpoint.json         what it is, the state's structure, and size and digest of each tensor file
       model.safetensors       the tensors under "model", by their path in it: for a model, the names in its state_dict()
       optimizer.safetensors   ... one such file per top-level entry of the state that holds tensors
+      rows-...                the rows of sparse tables (`rows.py`)
 
 `shards.py` has the layout "sharded", which the ranks write together. Either is made under a name that starts with a dot, flushed to the
 disk, and renamed into place. Nothing is pickled. When to save, and who, is not decided here.
@@ -38,6 +39,7 @@ from shoal_worker.checkpoint.manifest import (
     write_manifest,
     write_tensors,
 )
+from shoal_worker.checkpoint.rows import SavedRows
 from shoal_worker.checkpoint.shards import SHARDED, Shards, read_shards
 from shoal_worker.state.tree import Snapshot, unflatten
 
@@ -57,6 +59,8 @@ class Checkpoint:
     info: CheckpointInfo
     state: Any
     """Its tensors are on the CPU and share memory with nothing."""
+    rows: SavedRows
+    """Those of sparse tables; their files are there, and were not read."""
 
 
 def begin(directory: Path, step: int) -> Path:
@@ -98,11 +102,22 @@ def finish(temporary: Path, info: CheckpointInfo, *, fence: Callable[[], None], 
     return target
 
 
-def write_checkpoint(directory: Path, snapshot: Snapshot, info: CheckpointInfo, *, fence: Callable[[], None], keep: int) -> Path:
+def write_checkpoint(
+    directory: Path,
+    snapshot: Snapshot,
+    info: CheckpointInfo,
+    *,
+    fence: Callable[[], None],
+    keep: int,
+    temporary: Path | None = None,
+    rows: Callable[[Path], Mapping[str, Any]] = lambda temporary: {},
+) -> Path:
     """Writes a whole checkpoint and returns its path: see `finish`.
 
     Args:
         snapshot: of a mapping; its top-level keys name the tensor files.
+        temporary: where it is written, as `begin` gave it; some of its files may be there already. None: nothing was begun.
+        rows: sees that the rows of sparse tables are in a directory, and returns what the manifest is to say of them.
 
     Raises:
         ConfigurationError: `keep` below 1, a directory that cannot be made, or a top-level key that cannot be a file's name.
@@ -111,10 +126,10 @@ def write_checkpoint(directory: Path, snapshot: Snapshot, info: CheckpointInfo, 
     if keep < 1:
         raise ConfigurationError(f"keep={keep}: expected at least 1 checkpoint to be kept")
     parts = _by_part(snapshot)
-    temporary = begin(directory, info.step)
+    temporary = temporary or begin(directory, info.step)
     try:
         with disk_errors(directory / f"step-{info.step}"):
-            _fill(temporary, snapshot, parts, info)
+            _fill(temporary, snapshot, parts, info, rows(temporary))
         return finish(temporary, info, fence=fence, keep=keep)
     finally:
         remove(temporary)
@@ -176,8 +191,20 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         info = CheckpointInfo(**content["info"])
         tensors = read_shards(path, content) if content["layout"] == SHARDED else _read_parts(path, content["files"])
-        return Checkpoint(info=info, state=unflatten(content["structure"], tensors))
+        return Checkpoint(info=info, state=unflatten(content["structure"], tensors), rows=SavedRows.of(path, content))
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:  # torch's and Python's, of what cannot be
+        raise damaged(path, f"its {manifest.NAME} lacks something, or says what cannot be: {error!r}") from error
+
+
+def rows_of(path: Path) -> SavedRows:
+    """The rows of sparse tables in one checkpoint (`.../step-<n>`), whose files are there, and were not read.
+
+    Raises:
+        CorruptDataError: as `read_checkpoint`.
+    """
+    try:
+        return SavedRows.of(path, read_manifest(path, (_WHOLE_LAYOUT, SHARDED)))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise damaged(path, f"its {manifest.NAME} lacks something, or says what cannot be: {error!r}") from error
 
 
@@ -213,7 +240,13 @@ def _by_part(snapshot: Snapshot) -> dict[str, dict[str, torch.Tensor]]:
     return parts
 
 
-def _fill(temporary: Path, snapshot: Snapshot, parts: Mapping[str, Mapping[str, torch.Tensor]], info: CheckpointInfo) -> None:
+def _fill(
+    temporary: Path,
+    snapshot: Snapshot,
+    parts: Mapping[str, Mapping[str, torch.Tensor]],
+    info: CheckpointInfo,
+    rows: Mapping[str, Any],
+) -> None:
     files = {}
     for part, tensors in parts.items():
         as_bytes = {
@@ -222,7 +255,7 @@ def _fill(temporary: Path, snapshot: Snapshot, parts: Mapping[str, Mapping[str, 
             if tensor.dtype not in STORED_DTYPES
         }
         files[part] = write_tensors(temporary / f"{part}{SUFFIX}", tensors) | {"as_bytes": as_bytes}
-    write_manifest(temporary, info, _WHOLE_LAYOUT, files=files, structure=snapshot.structure)
+    write_manifest(temporary, info, _WHOLE_LAYOUT, files=files, structure=snapshot.structure, **({"rows": rows} if rows else {}))
 
 
 def _prune(directory: Path, written: Path, run: str, keep: int) -> None:

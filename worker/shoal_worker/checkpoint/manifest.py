@@ -57,8 +57,28 @@ def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor], metadata: dic
         OSError, SafetensorError: the disk is full or failing.
     """
     safetensors.torch.save_file({name: stored(tensor) for name, tensor in tensors.items()}, file, metadata)
+    return told_of(file)
+
+
+def told_of(file: Path) -> dict[str, Any]:
+    """Waits until a file is on the disk; returns what the manifest says of it: {"bytes", "xxh3_64"}. Raises OSError."""
     sync_file(file)
     return {"bytes": file.stat().st_size, "xxh3_64": _file_digest(file)}
+
+
+def verify_file(path: Path, name: str, about: Mapping[str, Any]) -> Path:
+    """`path/name.safetensors`, if it is what `told_of` told.
+
+    Raises:
+        CorruptDataError: it is not.
+    """
+    file = file_of(path, name, about)
+    try:
+        if _file_digest(file) != about["xxh3_64"]:
+            raise damaged(path, f"{file.name} does not match its digest")
+    except OSError as error:
+        raise damaged(path, f"{file.name} cannot be read: {error}") from error
+    return file
 
 
 def file_of(path: Path, name: str, about: Mapping[str, Any]) -> Path:
@@ -85,10 +105,8 @@ def read_tensors(path: Path, name: str, about: Mapping[str, Any]) -> tuple[dict[
     Raises:
         CorruptDataError: it is not.
     """
-    file = file_of(path, name, about)
+    file = verify_file(path, name, about)
     try:
-        if _file_digest(file) != about["xxh3_64"]:
-            raise damaged(path, f"{file.name} does not match its digest")
         with safetensors.safe_open(file, framework="pt") as opened:
             # Copied: the library maps the file, and a mapping must not outlive it.
             tensors = {key: opened.get_tensor(key).clone() for key in opened.keys()}  # noqa: SIM118 (no mapping: it has only keys())

@@ -1,7 +1,8 @@
 """Checkpoints of a session: what `shoal.save_checkpoint` and `shoal.resume` do on each rank.
 
 Saving copies the state on the training thread, at a border between steps, and writes it on another. Where the state is in parts each rank
-copies and writes its own, and the first rank completes the checkpoint; else the first rank that holds the state does it all. Resuming reads
+copies and writes its own, and the first rank completes the checkpoint; else the first rank that holds the state does it all. Rows of sparse
+tables are read from the servers: under ddp by all ranks, before a save returns; under async_sgd by the writer's thread. Resuming reads
 on that rank and sends the state to the others as a joiner would get it. A rank that was put out of the job meanwhile publishes nothing
 (`fence`).
 """
@@ -13,7 +14,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -22,10 +23,12 @@ from typing import TYPE_CHECKING, Any
 from shoal_common.errors import ConfigurationError, CorruptDataError, DeadlineError, ShoalError, UnavailableError
 
 from shoal_worker.checkpoint import manifest
-from shoal_worker.checkpoint.files import begin, check_place, latest, read_checkpoint, write_checkpoint, write_sharded
+from shoal_worker.checkpoint.files import begin, check_place, latest, read_checkpoint, rows_of, write_checkpoint, write_sharded
 from shoal_worker.checkpoint.manifest import CheckpointInfo, remove
+from shoal_worker.checkpoint.rows import Files, described, write_rows
 from shoal_worker.checkpoint.shards import Shards
-from shoal_worker.checkpoint.writer import DISK_PATIENCE, CheckpointWriter, in_company, on_first
+from shoal_worker.checkpoint.writer import DISK_PATIENCE, CheckpointWriter, in_company, on_each, on_first
+from shoal_worker.elastic.group import LocalChannel
 from shoal_worker.state.tree import Snapshot, StatePart
 
 if TYPE_CHECKING:
@@ -96,7 +99,7 @@ class CheckpointSaver:
         )
         what = f"writing step-{info.step} to {directory}"
         fence, shards, temporary = session.fence(), copy.shards, copy.temporary
-        self._collects, self._given_up_last = copy.first, None
+        self._collects, self._given_up_last = copy.first and shards is not None, None
         mine = copy.first or copy.whole is not None
         self._elsewhere = None if mine else _Elsewhere(directory / f"step-{info.step}", copy.completed_by, shared=temporary is not None)
         given_up = self._given_up = threading.Event()
@@ -112,9 +115,12 @@ class CheckpointSaver:
             job: Callable[[], object] = complete if copy.first else (lambda: shards.write_aside(temporary))
             self._writer.submit(job, what=what, timeout=DISK_PATIENCE)
         elif copy.whole is not None and session.is_first:
-            snapshot = Snapshot.take(copy.whole)
-            job = lambda: write_checkpoint(directory, snapshot, info, fence=fence, keep=keep)  # noqa: E731 (its siblings are lambdas)
-            self._writer.submit(job, what=what, timeout=DISK_PATIENCE)
+            snapshot, rows = Snapshot.take(copy.whole), copy.rows()
+
+            def write() -> None:
+                write_checkpoint(directory, snapshot, info, fence=fence, keep=keep, temporary=temporary, rows=rows)
+
+            self._writer.submit(write, what=what, timeout=DISK_PATIENCE)
 
     def settle_together(self, channel: Channel) -> None:
         """Returns when no rank's save is under way: what was written can be read. Part of an operation."""
@@ -206,6 +212,8 @@ class _Copy:
     """The member that does."""
     _writers: dict[int, str] = field(default_factory=dict)
     """The member that writes each shard."""
+    _rows: dict[str, Any] | None = None
+    """What the manifest says of the rows of sparse tables, whose files are in `temporary`; None: they are not there."""
 
     def take(self, channel: Channel) -> None:
         """One rank's part of the operation. Nothing is held of an earlier try."""
@@ -213,6 +221,7 @@ class _Copy:
         if part is not None and self._make_room(channel):
             self._take_part(part, channel)
         else:
+            self._take_rows(channel)  # first: what the last step has left to push is of no interest any more then
             whole = self.session.assemble(channel)
             if channel.rank == 0:
                 self.whole = whole.pop("replica") | whole
@@ -226,7 +235,33 @@ class _Copy:
         """Nothing is written."""
         if self.first and self.temporary is not None:
             remove(self.temporary)
-        self.whole, self.shards, self.temporary, self.first = None, None, None, False
+        self.whole, self.shards, self.temporary, self.first, self._rows = None, None, None, False, None
+
+    def rows(self) -> Callable[[Path], Mapping[str, Any]]:
+        """For `write_checkpoint`. Rows that other workers train meanwhile are read when it writes."""
+        store, known = self.session.row_store, self._rows
+        if store is None or known is not None:
+            return lambda temporary: known or {}
+        return lambda temporary: described(store, [write_rows(temporary, store)])
+
+    def _take_rows(self, channel: Channel) -> None:
+        """All ranks write the rows of the step, each its share: the next step would change them. If not all see the directory, the first
+        rank does it alone."""
+        store = self.session.row_store
+        if store is None or not store.steady or _holds_nothing_new(self.session):
+            return
+        shared = self._make_room(channel)
+
+        def work(given_up: threading.Event) -> dict[str, Files]:
+            if not shared and channel.rank == 0:
+                self.temporary, self.first = begin(self.directory, self.session.steps), True
+            store.settle()
+            if self.temporary is None:
+                return {}
+            share = (channel.rank, channel.world_size) if shared else (0, 1)
+            return write_rows(self.temporary, store, share=share, given_up=given_up)
+
+        self._rows = described(store, on_each(channel, work))
 
     def is_gone(self, shard: int) -> bool:
         """The rank that writes it left the run. On any thread."""
@@ -292,12 +327,12 @@ def load_newest(session: Session, directory: Path) -> bool:
 
     def body(channel: Channel) -> bool:
         saver.settle_together(channel)  # else the newest may not be there yet
-        captured, told = on_first(channel, lambda: _read(directory)) or (None, {})
+        captured, told = on_first(channel, lambda: _read(session, directory)) or (None, {})
         told = json.loads(channel.exchange(json.dumps(told).encode())[0])
         if told["error"] is not None:
             raise _refusal(told)
         if told["found"]:
-            session.replace_state(channel, captured)
+            _take_up(session, channel, captured, Path(told["path"]))
         return bool(told["found"])
 
     return bool(session.operation("resume", body))
@@ -310,7 +345,7 @@ def _go_back(session: Session, directory: Path) -> str | None:
     def body(channel: Channel) -> str | None:
         saver.give_up_incomplete(channel)
         saver.settle_together(channel)
-        captured, told = on_first(channel, lambda: _read(directory, run=session.run)) or (None, {})
+        captured, told = on_first(channel, lambda: _read(session, directory, run=session.run)) or (None, {})
         if captured is not None:
             told["error"] = session.cannot_return(captured)
         told = json.loads(channel.exchange(json.dumps(told).encode())[0])
@@ -318,7 +353,7 @@ def _go_back(session: Session, directory: Path) -> str | None:
             return str(told["error"])
         if not told["found"]:
             return f"there is none of this run in {directory}"
-        session.replace_state(channel, captured)
+        _take_up(session, channel, captured, Path(told["path"]))
         return None
 
     answer = session.operation("go back to a checkpoint", body, answers=False)
@@ -327,15 +362,55 @@ def _go_back(session: Session, directory: Path) -> str | None:
 
 def _load_alone(session: Session, directory: Path) -> bool:
     """Whether there was a checkpoint."""
-    captured, told = _read(directory)
+    captured, told = _read(session, directory)
     if told["error"] is not None:
         raise _refusal(told)
     if captured is not None:
-        session.restore_alone(captured)
+        _take_up(session, LocalChannel(), captured, Path(told["path"]))
     return captured is not None
 
 
-def _read(directory: Path, *, run: str | None = None) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+def _take_up(session: Session, channel: Channel, captured: dict[str, Any] | None, path: Path) -> None:
+    """All ranks have the state of the checkpoint at `path`, which the first one has read (`captured`; None on the others), and the servers
+    the rows of its tables. Part of an operation.
+
+    Raises:
+        CorruptDataError: rows are damaged; nothing is changed then.
+        DeadlineError (SERVER_AWAY): a server was away for too long.
+    """
+    store = session.row_store
+    if store is None:
+        session.replace_state(channel, captured)
+        return
+    if not store.steady:
+        stored = rows_of(path)
+        if session.rank == 0 and store.lacks(stored):
+            stored.verify()
+        session.replace_state(channel, captured)
+        store.begin_with(stored)
+        return
+    sees = [each == b"True" for each in channel.exchange(str((path / manifest.NAME).is_file()).encode())]
+    share = (sum(sees[: channel.rank]), sum(sees))
+    seen = rows_of(path) if sees[channel.rank] else None
+
+    def verify(given_up: threading.Event) -> None:
+        if seen is not None:
+            seen.verify_share(share, given_up)
+
+    on_each(channel, verify)
+    if captured is not None and seen is not None:
+        captured["replica"]["tables"] = store.expected(seen, captured["replica"].get("tables"))
+    session.replace_state(channel, captured)
+    number = on_each(channel, lambda _: store.next_restoration() if channel.rank == 0 else 0)[0]
+
+    def put(given_up: threading.Event) -> None:
+        if seen is not None:
+            store.put(seen, share, number, given_up)
+
+    on_each(channel, put)
+
+
+def _read(session: Session, directory: Path, *, run: str | None = None) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """The newest checkpoint, of that run unless it is None, and what to tell the other ranks about it."""
     found = latest(directory, run=run)
     if found is None and (directory.is_file() or (directory / manifest.NAME).is_file()):
@@ -344,11 +419,13 @@ def _read(directory: Path, *, run: str | None = None) -> tuple[dict[str, Any] | 
     if found is None:
         return None, {"found": False, "error": None}
     try:
-        state = read_checkpoint(found).state
+        checkpoint = read_checkpoint(found)
+        store, state = session.row_store, checkpoint.state
+        checkpoint.rows.check(store.declared() if store is not None else {})
     except CorruptDataError as error:
         return None, {"found": True, "error": str(error), "reason": error.reason}
     captured = {name: state.pop(name) for name in list(state) if name in _FILES}
-    return {"replica": state, **captured}, {"found": True, "error": None}
+    return {"replica": state, **captured}, {"found": True, "error": None, "path": str(found)}
 
 
 def _refusal(told: dict[str, Any]) -> ShoalError:

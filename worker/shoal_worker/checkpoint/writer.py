@@ -7,6 +7,7 @@ checkpoint under way first.
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -14,9 +15,19 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from shoal_common.errors import DeadlineError
+from shoal_common.errors import (
+    CorruptDataError,
+    DeadlineError,
+    InvalidRequestError,
+    LimitError,
+    MembershipChanged,
+    PreconditionError,
+    ShoalError,
+    StaleGenerationError,
+    UnavailableError,
+)
 
 from shoal_worker.backends.inmemory.turns import run_aside
 from shoal_worker.elastic.waiting import WaitingLines
@@ -155,6 +166,42 @@ def on_first(channel: Channel, work: Callable[[], T], *, patience: timedelta = D
         return working.result()
     finally:
         pool.shutdown(wait=False)
+
+
+def on_each(channel: Channel, work: Callable[[threading.Event], Any], *, patience: timedelta = DISK_PATIENCE) -> list[Any]:
+    """What `work`, which may take longer than a collective, gives on each rank, by rank: JSON values. It is on a thread of its own, and is
+    to end soon once the event that it gets is set. Part of an operation.
+
+    Raises:
+        MembershipChanged: the group is over; `work` has ended.
+        ShoalError: what `work` raised, on all ranks: on those where it did not, with the rank's number.
+    """
+    given_up = threading.Event()
+    pool = ThreadPoolExecutor(1, thread_name_prefix="shoal-rows")
+    working = pool.submit(work, given_up)
+    try:
+        in_company(channel, lambda timeout: _is_done(working, timeout), patience=patience)
+    finally:
+        given_up.set()
+        run_aside(lambda: wait([working]), "for what was given up")
+        pool.shutdown(wait=False)
+    error = working.exception()
+    if isinstance(error, MembershipChanged | StaleGenerationError):
+        raise MembershipChanged(str(error)) from error
+    told = {"error": str(error), "reason": getattr(error, "reason", ""), "code": getattr(error, "code", "")} if error is not None else {}
+    told = told or {"result": working.result()}
+    everyones = [json.loads(each) for each in channel.exchange(json.dumps(told).encode())]
+    if error is not None:
+        raise error
+    for rank, each in enumerate(everyones):
+        if "error" in each:
+            kind = next((kind for kind in _TOLD if kind.code == each["code"]), UnavailableError)
+            raise kind(f"rank {rank}: {each['error']}", reason=each["reason"] or None)
+    return [each["result"] for each in everyones]
+
+
+_TOLD: Final[tuple[type[ShoalError], ...]] = (CorruptDataError, DeadlineError, InvalidRequestError, LimitError, PreconditionError)
+"""What other ranks raise as it is."""
 
 
 def _is_done(working: Future[T], timeout: timedelta) -> bool:

@@ -40,6 +40,7 @@ from shoal_worker.elastic.operations import Body, GroupChannel, Operations
 from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.reconcile import StateName
+from shoal_worker.elastic.row_store import RowStore
 from shoal_worker.elastic.schedulers_and_scalers import RegisteredState
 from shoal_worker.elastic.step import Step, StepPhase
 from shoal_worker.elastic.step_lifecycle import StepLifecycle
@@ -383,6 +384,11 @@ class Session:
         """This rank's part of what `assemble` gives; None: it is not in parts. Part of an operation."""
         part = self._held.engine.part(channel)
         return replace(part, state=self._held.capture(part.state)) if part is not None else None
+
+    @property
+    def row_store(self) -> RowStore | None:
+        """The rows of the model's sparse tables; None: it has none."""
+        return self._held.engine.row_store if self._held.has_engine else None
 
     @property
     def run(self) -> str:

@@ -30,6 +30,7 @@ import torch
 from shoal_worker.elastic.group import Channel, Group
 from shoal_worker.elastic.loader_interface import Leases, StepStatus
 from shoal_worker.elastic.operations import Body
+from shoal_worker.elastic.row_store import RowStore
 from shoal_worker.elastic.schedulers_and_scalers import RegisteredState
 from shoal_worker.elastic.step import Step
 from shoal_worker.state.tree import StatePart
@@ -149,6 +150,11 @@ class TrainingEngine(Protocol):
 
         `leaving`: ranks that are about to leave, whose copies do not count.
         """
+        ...
+
+    @property
+    def row_store(self) -> RowStore | None:
+        """The rows of the model's sparse tables; None: it has none."""
         ...
 
     def has_values(self) -> bool:

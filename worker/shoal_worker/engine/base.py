@@ -26,6 +26,7 @@ from shoal_worker.config import ShardingConfiguration
 from shoal_worker.elastic.evaluation import evaluating
 from shoal_worker.elastic.group import Channel, Group
 from shoal_worker.elastic.loader_interface import Leases, StepStatus
+from shoal_worker.elastic.row_store import RowStore
 from shoal_worker.elastic.step import Step
 from shoal_worker.elastic.strategy_interface import StrategySession
 from shoal_worker.engine.hidden_parameters import blank_copies
@@ -335,6 +336,11 @@ class Engine(abc.ABC):
     def leads_replica(self) -> bool:
         """Each rank is a replica."""
         return True
+
+    @property
+    def row_store(self) -> RowStore | None:
+        """See `TrainingEngine`."""
+        return None
 
     @property
     def idle(self) -> bool:

@@ -18,6 +18,7 @@ from torch import nn
 
 from shoal_worker.elastic.group import Channel
 from shoal_worker.elastic.loader_interface import StepStatus
+from shoal_worker.elastic.row_store import RowStore
 from shoal_worker.elastic.step import StepPhase
 from shoal_worker.engine.base import Engine, Loss, Setup, call_module, check_reproducible, loss_of
 from shoal_worker.engine.buffers import CommittedBuffers
@@ -157,6 +158,11 @@ class ReplicatedEngine(Engine):
             captured["tables"] = known
         buffers = unsaved_buffers(self.module)
         return captured | {"buffers": buffers} if buffers else captured
+
+    @property
+    def row_store(self) -> RowStore | None:
+        """See `TrainingEngine`."""
+        return self._tables.store if self._tables is not None else None
 
     def assemble(self, channel: Channel) -> dict[str, Any]:
         """See `TrainingEngine`: with what compression left behind on each rank."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from shoal_worker.elastic.row_store import RowStore
+
 
 class StepTables(Protocol):
     """All sparse tables of the model, in steps that all ranks take together."""
@@ -56,6 +58,11 @@ class StepTables(Protocol):
 
     def drop_gradients(self) -> None:
         """The user clears the gradients of the step in progress."""
+        ...
+
+    @property
+    def store(self) -> RowStore:
+        """The rows, for checkpoints. Once connected."""
         ...
 
     def capture(self) -> dict[str, Any]:

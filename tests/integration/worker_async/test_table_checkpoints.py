@@ -1,0 +1,192 @@
+"""Checkpoints have the rows of sparse tables: under ddp those of the step to the last bit, whoever dies, for any number of ranks, servers
+and buckets."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.coordinator.harness import Coordinator
+from tests.integration.worker_async.async_cluster import AsyncCluster, Worker, async_cluster
+from tests.integration.worker_async.test_ddp_tables import STEPS, start
+from tests.zygote.children import Zygote, eventually
+
+Make = Callable[..., AsyncCluster]
+LIMITS = {"max_rows": 30, "max_age": 6, "buckets": 3}
+"""Of the table of users, in which rows go by both, in each few steps."""
+
+
+def ended(workers: list[Worker]) -> list[dict[str, Any]]:
+    results = [worker.result() for worker in workers]
+    for worker, result in zip(workers, results, strict=True):
+        assert result["steps"] == STEPS
+        assert "has lost its data" not in worker.process.said()
+    return results
+
+
+def is_stopped(worker: Worker) -> bool:
+    """By SIGSTOP."""
+    assert not worker.process.ended.is_set(), worker.process.said()
+    return Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def newest(directory: Path) -> int:
+    return max((int(path.name.removeprefix("step-")) for path in directory.glob("step-*")), default=0)
+
+
+@pytest.fixture(scope="module")
+def fault_free(zygote: Zygote, coordinator: Coordinator, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """What a run of one worker alone ends with, without limits."""
+    with async_cluster(zygote, coordinator, tmp_path_factory.mktemp("alone"), servers=1) as running:
+        yield ended([start(running)])[0]
+
+
+@pytest.fixture
+def elsewhere(zygote: Zygote, coordinator: Coordinator, tmp_path: Path, cluster: Make) -> Callable[..., AsyncCluster]:
+    """elsewhere(**settings) -> another cluster, with servers that have nothing."""
+
+    def make(**settings: Any) -> AsyncCluster:
+        directory = tmp_path / f"cluster-{len(list(tmp_path.glob('cluster-*')))}"
+        directory.mkdir()
+        return cluster(directory=directory, **settings)
+
+    return make
+
+
+def test_a_run_goes_on_over_fresh_servers_with_others_in_number_to_the_last_bit(
+    elsewhere: Make, fault_free: dict[str, Any], tmp_path: Path
+) -> None:
+    saved = tmp_path / "saved"
+    first = elsewhere(servers=2, together=2)
+    for worker in [start(first, epochs=2, save=str(saved)), start(first, epochs=2, save=str(saved))]:
+        worker.result()
+    first.close()
+    assert len(list((saved / "step-12").glob("rows-users-*-of-00003.safetensors"))) == 3
+    second = elsewhere(servers=3, together=1)
+    (result,) = ended([start(second, resume=str(saved))])
+    assert result["digest"] == fault_free["digest"]
+
+
+@pytest.mark.slow
+def test_counts_and_ages_by_which_rows_go_are_in_the_checkpoint(elsewhere: Make, fault_free: dict[str, Any], tmp_path: Path) -> None:
+    saved = str(tmp_path / "saved")
+    (through,) = ended([start(elsewhere(servers=1), users=LIMITS)])
+    assert through["digest"] != fault_free["digest"]
+    start(elsewhere(servers=2), users=LIMITS, epochs=2, save=saved).result()
+    (resumed,) = ended([start(elsewhere(servers=1), users=LIMITS, resume=saved)])
+    assert resumed["digest"] == through["digest"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("buckets", [1, 6, 7])
+def test_a_table_may_have_another_number_of_buckets(elsewhere: Make, fault_free: dict[str, Any], tmp_path: Path, buckets: int) -> None:
+    saved = str(tmp_path / "saved")
+    start(elsewhere(servers=1), epochs=2, save=saved).result()
+    (result,) = ended([start(elsewhere(servers=2), users={"buckets": buckets}, resume=saved)])
+    assert result["digest"] == fault_free["digest"]
+
+
+def test_servers_that_ran_on_beyond_the_checkpoint_go_back_to_it(cluster: Make, fault_free: dict[str, Any], tmp_path: Path) -> None:
+    """All workers die, servers live on: the next ones find rows that are newer than their model."""
+    saved = tmp_path / "saved"
+    running = cluster(servers=2)
+    victim = start(running, save=str(saved), hold_at=[16])
+    eventually((victim.directory / "step-16").exists, f"step 16: {victim.process.said()}")
+    assert {each.version for server in running.servers for each in server.look().partitions} == {17}
+    victim.process.kill()
+    victim.process.wait()
+    again = start(running, resume=str(saved), hold_at=[12])
+    eventually((again.directory / "step-12").exists, f"step 12: {again.process.said()}")
+    assert {each.version for server in running.servers for each in server.look().partitions} == {13}
+    (again.directory / "go-12").touch()
+    assert ended([again])[0]["digest"] == fault_free["digest"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_while_rows_are_saved_costs_none(cluster: Make, fault_free: dict[str, Any], tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    running = cluster(together=3, min_workers=1)
+    options = {"save": str(saved), "save_every": 4}
+    workers = [start(running, **options), start(running, failpoints="rows.written@4=kill", **options), start(running, **options)]
+    assert workers[1].process.wait() == -signal.SIGKILL
+    for result in ended([workers[0], workers[2]]):
+        assert result["digest"] == fault_free["digest"]
+    assert newest(saved) == STEPS
+    assert not list(saved.glob(".step-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hit", [1, 2])
+def test_a_rank_that_dies_while_rows_are_put_in_place_costs_none(
+    elsewhere: Make, fault_free: dict[str, Any], tmp_path: Path, hit: int
+) -> None:
+    saved = str(tmp_path / "saved")
+    start(elsewhere(servers=1), epochs=2, save=saved).result()
+    running = elsewhere(servers=2, together=2, min_workers=1)
+    workers = [start(running, resume=saved), start(running, resume=saved, failpoints=f"rows.put@{hit}=kill")]
+    assert workers[1].process.wait() == -signal.SIGKILL
+    assert ended(workers[:1])[0]["digest"] == fault_free["digest"]
+
+
+@pytest.mark.slow
+def test_servers_killed_while_rows_are_saved_and_put_in_place_cost_none(
+    elsewhere: Make, fault_free: dict[str, Any], tmp_path: Path
+) -> None:
+    saved = tmp_path / "saved"
+    first, second = elsewhere(servers=2), elsewhere(servers=2)
+
+    def strike(running: AsyncCluster, worker: Worker) -> None:
+        eventually(lambda: is_stopped(worker), "the worker to be in the middle of it")
+        for server in running.servers:
+            server.process.kill()
+            server.process.wait()
+            server.start()
+        worker.process.kill(signal.SIGCONT)
+
+    saving = start(first, epochs=2, save=str(saved), failpoints="rows.written@7=stop")
+    strike(first, saving)
+    saving.result()
+    assert newest(saved) == 12
+    resuming = start(second, resume=str(saved), failpoints="rows.put@3=stop")
+    strike(second, resuming)
+    assert ended([resuming])[0]["digest"] == fault_free["digest"]
+
+
+def test_a_damaged_file_of_rows_is_refused_and_nothing_is_changed(elsewhere: Make, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    first = elsewhere(servers=1)
+    start(first, epochs=1, save=str(saved)).result()
+    file = saved / "step-6" / "rows-words-00002-of-00002.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    second = elsewhere(servers=1)
+    damaged = start(second, resume=str(saved))
+    assert damaged.process.wait() != 0
+    assert f"{file.name} does not match its digest" in damaged.process.said()
+    assert {each.version for each in second.servers[0].look().partitions} == {1}
+    os.truncate(file, 10)
+    short = start(second, resume=str(saved))
+    assert short.process.wait() != 0
+    assert f"{file.name} has 10 bytes" in short.process.said()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("users", "said"),
+    [
+        ({"seed": 5}, "table 'users' with seed=0, the model declares 5"),
+        ({"optimizer": "sparse_adam"}, "rows of table 'users' with the state of adagrad, the model declares sparse_adam"),
+    ],
+)
+def test_a_table_of_another_kind_is_refused(elsewhere: Make, tmp_path: Path, users: dict[str, Any], said: str) -> None:
+    saved = str(tmp_path / "saved")
+    start(elsewhere(servers=1), epochs=1, save=saved).result()
+    other = start(elsewhere(servers=1), users=users, resume=saved)
+    assert other.process.wait() != 0
+    assert said in other.process.said()

@@ -1,0 +1,198 @@
+"""The buckets of a model's sparse tables on the job's parameter servers, whole: read for checkpoints, and put in place from one.
+
+A bucket goes through this process piece by piece, from a server to a file or back. What is put in place has a number, with which a server
+does it once, however often it is sent and by whom: restorations of a later generation, or after what the servers have, have larger ones.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, BinaryIO, Final
+
+from shoal_common.errors import DeadlineError, MembershipChanged
+from shoal_common.failpoints import failpoint
+from shoal_protos.v1 import parameter_server_pb2 as pb
+
+from shoal_worker.asynchronous.job import Job
+from shoal_worker.asynchronous.row_reader import RowReader
+from shoal_worker.elastic.row_store import StoredBucket, StoredRows
+from shoal_worker.tables import SparseEmbedding
+
+_RESTORATIONS_OF_A_GENERATION: Final = 1 << 32
+_SLOWEST_BYTES_PER_S: Final = 4 << 20
+"""What a stream's deadline allows for, beside a fixed minute."""
+_LARGEST_BUCKET: Final = 256 << 20
+_LOOK_S: Final = 0.2
+"""Between two looks at whether rank 0 has given the rows to begin with."""
+
+
+class ServerRowStore:
+    """A `RowStore` (elastic/row_store.py). `Steady` has what differs where all ranks take steps together."""
+
+    steady = False
+
+    def __init__(self, job: Job, reader: RowReader, tables: Sequence[SparseEmbedding], partitions: Mapping[str, Sequence[int]]) -> None:
+        """`partitions`: of each table, by the buckets' numbers."""
+        self._job = job
+        self._reader = reader
+        self._tables = {table.name: table for table in tables}
+        self._partitions = partitions
+
+    def declared(self) -> dict[str, dict[str, Any]]:
+        """See `RowStore`."""
+        return {
+            name: {"num_embeddings": table.num_embeddings, "embedding_dim": table.embedding_dim, "spec": table.spec.to_json()}
+            for name, table in self._tables.items()
+        }
+
+    def settle(self) -> None:
+        """See `RowStore`: nothing is to be waited for."""
+
+    def fetch(self, table: str, bucket: int, file: BinaryIO, given_up: threading.Event) -> int:
+        """See `RowStore`."""
+        partition_id = self._partitions[table][bucket]
+
+        def read() -> int:
+            _check(given_up)
+            file.seek(0)
+            file.truncate()
+            client, epoch = self._reader.server_of(partition_id)
+            request = pb.ReadRowsRequest(job_id=self._job.job_id, shard_map_epoch=epoch, partition_id=partition_id)
+            return client.read_rows(request, file.write, deadline=_deadline(_LARGEST_BUCKET)).version
+
+        return self._reader.insist(read)
+
+    # ------------------------------------------------------------------------------------------------- first rows (async_sgd)
+
+    def lacks(self, stored: StoredRows) -> bool:
+        """See `RowStore`."""
+        return bool(self._untouched(stored))
+
+    def begin_with(self, stored: StoredRows) -> None:
+        """See `RowStore`. Who is not rank 0 waits for that one."""
+        gives_s = stored.nbytes / _SLOWEST_BYTES_PER_S
+        deadline = time.monotonic() + self._job.patience.total_seconds() + gives_s
+        while untouched := self._untouched(stored):
+            if self._job.rank == 0:
+                stored.verify()
+                for table, bucket in untouched:
+                    self._put(stored, table, bucket, 0, threading.Event())
+                    failpoint("rows.put")
+                return
+            if self._job.leaving:
+                return
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"rank 0 has not given the servers bucket {untouched[0][1]} of table {untouched[0][0]!r}, which the checkpoint has, "
+                    f"within {self._job.patience.total_seconds() + gives_s:.0f} s; does it resume from a directory that all ranks share?",
+                    reason="VALUES_MISSING",
+                )
+            time.sleep(_LOOK_S)
+
+    def _untouched(self, stored: StoredRows) -> list[tuple[str, int]]:
+        """The buckets that have rows in the checkpoint, and that nobody has trained or put in place on the servers."""
+        held = self._reader.look()
+        return [
+            (table, bucket)
+            for table, bucket, partition_id in self._all_buckets()
+            if held[partition_id].version == 1
+            and not held[partition_id].restoration
+            and stored.version(table, bucket, len(self._partitions[table])) > 1
+        ]
+
+    # --------------------------------------------------------------------------------------------------------- restorations (ddp)
+
+    def expected(self, stored: StoredRows, captured: Mapping[str, Any] | None) -> dict[str, Any]:
+        """See `RowStore`: what `ServerStepTables.restore` takes."""
+        versions = {
+            str(partition_id): stored.version(table, bucket, len(self._partitions[table]))
+            for table, bucket, partition_id in self._all_buckets()
+        }
+        return {"next_key": captured["next_key"] if captured else 0, "versions": versions, "pending": None}
+
+    def next_restoration(self) -> int:
+        """See `RowStore`."""
+        last = max(each.restoration for each in self._reader.look().values())
+        return max(self._job.generation * _RESTORATIONS_OF_A_GENERATION, last + 1)
+
+    def put(self, stored: StoredRows, share: tuple[int, int], restoration: int, given_up: threading.Event) -> None:
+        """See `RowStore`."""
+        rank, ranks = share
+        for table, bucket, _ in self._all_buckets()[rank::ranks]:
+            self._put(stored, table, bucket, restoration, given_up)
+            failpoint("rows.put")
+
+    def _put(self, stored: StoredRows, table: str, number: int, restoration: int, given_up: threading.Event) -> None:
+        partition_id = self._partitions[table][number]
+        bucket = stored.bucket(table, number, len(self._partitions[table]))
+
+        def put() -> None:
+            _check(given_up)
+            client, epoch = self._reader.server_of(partition_id)
+            header = self._header(partition_id, epoch, bucket, restoration)
+            client.restore_rows(header, bucket.chunks(), deadline=_deadline(bucket.nbytes))
+
+        self._reader.insist(put)
+
+    def _header(self, partition_id: int, epoch: int, bucket: StoredBucket, restoration: int) -> pb.RowsHeader:
+        return pb.RowsHeader(
+            partition_id=partition_id,
+            payload_bytes=bucket.nbytes,
+            checksum=bucket.checksum,
+            job_id=self._job.job_id,
+            member_id=self._job.member_id,
+            generation=self._job.generation,
+            shard_map_epoch=epoch,
+            restoration=restoration,
+        )
+
+    def _all_buckets(self) -> list[tuple[str, int, int]]:
+        """Table, number and partition."""
+        return [
+            (table, number, partition_id)
+            for table, partitions in sorted(self._partitions.items())
+            for number, partition_id in enumerate(partitions)
+        ]
+
+
+class StepRowStore(ServerRowStore):
+    """Where all ranks take steps together, so that between steps the rows are those of the last one."""
+
+    steady = True
+
+    def __init__(
+        self,
+        job: Job,
+        reader: RowReader,
+        tables: Sequence[SparseEmbedding],
+        partitions: Mapping[str, Sequence[int]],
+        *,
+        settle: Callable[[], None],
+        found: Callable[[Mapping[int, int]], None],
+    ) -> None:
+        """`settle` returns when the servers have all of the last step. `found` is told of versions that partitions were found at."""
+        super().__init__(job, reader, tables, partitions)
+        self._settle = settle
+        self._found = found
+
+    def settle(self) -> None:
+        """See `RowStore`."""
+        self._settle()
+
+    def fetch(self, table: str, bucket: int, file: BinaryIO, given_up: threading.Event) -> int:
+        """See `RowStore`. Rows that are not those of the step are as a lookup finds them: see `ServerStepTables`."""
+        version = super().fetch(table, bucket, file, given_up)
+        self._found({self._partitions[table][bucket]: version})
+        return version
+
+
+def _check(given_up: threading.Event) -> None:
+    if given_up.is_set():
+        raise MembershipChanged("what the buckets were read or put in place for was given up")
+
+
+def _deadline(nbytes: int) -> timedelta:
+    return timedelta(seconds=60 + nbytes / _SLOWEST_BYTES_PER_S)

@@ -126,9 +126,16 @@ def test_without_the_services_distributions_there_is_one_clear_error(monkeypatch
 
 
 @pytest.mark.slow
-def test_the_example_of_sparse_tables_runs(tmp_path: Path) -> None:
+def test_the_examples_of_sparse_tables_run(tmp_path: Path) -> None:
+    """The second one reads what the first one has saved."""
     page = (Path(__file__).parents[3] / "docs" / "sparse-tables.md").read_text()
-    (example,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    train, read = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    run(train, tmp_path)
+    assert re.fullmatch(r"(512|51[01]) users; \(100000, 16\)\n", run(read, tmp_path))
+
+
+def run(example: str, tmp_path: Path) -> str:
+    """What it prints."""
     path = tmp_path / "train.py"
     path.write_text(example)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
@@ -142,3 +149,4 @@ def test_the_example_of_sparse_tables_runs(tmp_path: Path) -> None:
         env={**environment, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
     )
     assert ended.returncode == 0, ended.stderr
+    return ended.stdout

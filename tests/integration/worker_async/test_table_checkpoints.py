@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.integration.coordinator.harness import Coordinator
-from tests.integration.worker_async.async_cluster import AsyncCluster, Worker, async_cluster
+from tests.integration.worker_async.async_cluster import AsyncCluster, Server, Worker, async_cluster
 from tests.integration.worker_async.test_ddp_tables import STEPS, start
 from tests.zygote.children import Zygote, eventually
 
@@ -155,6 +155,57 @@ def test_servers_killed_while_rows_are_saved_and_put_in_place_cost_none(
     resuming = start(second, resume=str(saved), failpoints="rows.put@3=stop")
     strike(second, resuming)
     assert ended([resuming])[0]["digest"] == fault_free["digest"]
+
+
+@pytest.mark.slow
+def test_rows_that_were_put_in_place_are_in_backups(elsewhere: Make, fault_free: dict[str, Any], tmp_path: Path) -> None:
+    """One backup follows when they are put in place; the other comes afterwards, and takes over, too."""
+    saved = str(tmp_path / "saved")
+    start(elsewhere(servers=1), epochs=2, save=saved).result()
+    running = elsewhere(servers=1, backups=1)
+    first, second = running.servers
+    in_sync(running)
+    worker = start(running, resume=saved, hold_at=[13, 18])
+    eventually((worker.directory / "step-13").exists, f"step 13: {worker.process.said()}")
+    fail_over(running, first)
+    worker.go(13)
+    eventually((worker.directory / "step-18").exists, f"step 18: {worker.process.said()}")
+    first.start()
+    in_sync(running)
+    fail_over(running, second)
+    worker.go(18)
+    assert ended([worker])[0]["digest"] == fault_free["digest"]
+
+
+def in_sync(running: AsyncCluster) -> None:
+    eventually(lambda: any(server.in_sync for server in running.job().servers), "the backup to be in sync")
+
+
+def fail_over(running: AsyncCluster, primary: Server) -> None:
+    primary.process.kill()
+    primary.process.wait()
+    eventually(lambda: not any(server.in_sync for server in running.job().servers), "the backup to take over")
+
+
+@pytest.mark.slow
+def test_buckets_that_were_put_in_place_move(elsewhere: Make, fault_free: dict[str, Any], tmp_path: Path) -> None:
+    """To a server that comes, which is killed then."""
+    saved = str(tmp_path / "saved")
+    start(elsewhere(servers=1), epochs=2, save=saved).result()
+    running = elsewhere(servers=1, max_servers=2)
+    worker = start(running, resume=saved, hold_at=[14, 18])
+    eventually((worker.directory / "step-14").exists, f"step 14: {worker.process.said()}")
+    before = {each.partition_id: each for each in running.servers[0].look().partitions}
+    moved = running.start_server()
+    eventually(lambda: len(moved.look().partitions) >= 2, "the new server's buckets")
+    worker.go(14)
+    eventually((worker.directory / "step-18").exists, f"step 18: {worker.process.said()}")
+    moved.process.kill()
+    moved.process.wait()
+    moved.start()
+    worker.go(18)
+    assert ended([worker])[0]["digest"] == fault_free["digest"]
+    assert {each.restoration for each in moved.look().partitions} == {before[0].restoration}
 
 
 def test_a_damaged_file_of_rows_is_refused_and_nothing_is_changed(elsewhere: Make, tmp_path: Path) -> None:

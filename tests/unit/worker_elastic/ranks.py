@@ -89,6 +89,7 @@ class Model:
     """The least that the session takes for a strategy's model."""
 
     strategy, asynchronous, backend_name, in_parts = "test", False, "gloo", False
+    row_store = None
     data_parallel_rank, data_parallel_size, idle, lacks_ranks, leads_replica = 0, 1, False, False, True
     consistency_check_every = 0
     steps_alone = False

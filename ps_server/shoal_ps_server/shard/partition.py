@@ -132,7 +132,7 @@ class Partition:
     """How many were admitted and are neither applied nor refused; and `to_apply`: how many of them will change the values."""
     to_apply: int = 0
     restoration: int = 0
-    """Of a bucket of a table: number of the last restoration, after which its version begins anew; 0: there was none."""
+    """Number of the last restoration of a bucket of a table, which has set its version; 0: there was none."""
     is_restoring: bool = False
     """A restoration was admitted, and is neither made nor refused."""
     _is_calm: tuple[OptimizerSettings, bool] | None = None

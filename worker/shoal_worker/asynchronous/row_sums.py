@@ -24,7 +24,7 @@ class RowSums:
         self._tables = tables
         self._parts: dict[str, list[tuple[Ids, _Sums]]] = {}
         self._weight = 0.0
-        """Of the micro-batches that are in."""
+        """What the micro-batches weigh that are in."""
         self.versions: dict[int, int] = {}
         """Those that the gradients were computed on."""
 

@@ -119,7 +119,7 @@ class ServerStepTables:
         self._stale = False
         """Rows were looked up in this step that lack something of the last one: it must not count."""
         self._next_key = 0
-        """Of the next step that pushes; 0: no step has."""
+        """Key of the next step that pushes; 0: no step has."""
         self._versions: dict[int, int] = {}
         """Partition -> the version that it has when all that counts was pushed."""
         self._found: dict[int, int] = {}
@@ -410,7 +410,7 @@ class ServerStepTables:
         self._saw(rows)
 
     def _forget(self) -> None:
-        """Of the step in progress nothing is left."""
+        """Drops what there is of the step in progress."""
         self.drop_gradients()
         self._here.clear()
         self._stale = False

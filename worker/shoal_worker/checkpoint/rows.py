@@ -111,7 +111,7 @@ class SavedRows:
 
     @property
     def nbytes(self) -> int:
-        """Of all files."""
+        """Size of all files."""
         return sum(int(about["bytes"]) for each in self.tables.values() for about in each["files"].values())
 
     def check(self, declared: Mapping[str, Mapping[str, Any]]) -> None:

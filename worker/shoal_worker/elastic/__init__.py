@@ -12,7 +12,7 @@ step, the same on all ranks that survive it.
 - Membership: `member` is what the session asks of it; `membership` and `link` have it from the coordinator (`coordinator_messages`),
   `fixed` where ranks are threads or MPI's.
 - Between steps: `operations` and `evaluation`.
-- Beside the model: `schedulers_and_scalers`.
+- Beside the model: `schedulers_and_scalers`, and `row_store` (rows of sparse tables, which servers hold).
 - Waiting: `waiting` (for what), `stall_watch` (whom this rank does not reach), `desync_detector` and `divergence` (ranks that have gone
   different ways), `progress` (what heartbeats and metrics tell).
 """

@@ -31,7 +31,7 @@ class StoredRows(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Of all files."""
+        """Size of all files."""
 
     def version(self, table: str, bucket: int, buckets: int) -> int:
         """What the version of a bucket is, of so many that the table has now."""

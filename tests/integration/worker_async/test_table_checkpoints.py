@@ -159,13 +159,15 @@ def test_servers_killed_while_rows_are_saved_and_put_in_place_cost_none(
 
 @pytest.mark.slow
 def test_rows_that_were_put_in_place_are_in_backups(elsewhere: Make, fault_free: dict[str, Any], tmp_path: Path) -> None:
-    """One backup follows when they are put in place; the other comes afterwards, and takes over, too."""
+    """The backup gets one bucket with all that its primary holds, and the others as changes; then it takes over, and has a backup in turn."""
     saved = str(tmp_path / "saved")
     start(elsewhere(servers=1), epochs=2, save=saved).result()
     running = elsewhere(servers=1, backups=1)
     first, second = running.servers
+    worker = start(running, resume=saved, hold_at=[13, 18], failpoints="rows.put@1=stop")
+    eventually(lambda: is_stopped(worker), "the first bucket to be in its place")
     in_sync(running)
-    worker = start(running, resume=saved, hold_at=[13, 18])
+    worker.process.kill(signal.SIGCONT)
     eventually((worker.directory / "step-13").exists, f"step 13: {worker.process.said()}")
     fail_over(running, first)
     worker.go(13)
@@ -203,9 +205,10 @@ def test_buckets_that_were_put_in_place_move(elsewhere: Make, fault_free: dict[s
     moved.process.kill()
     moved.process.wait()
     moved.start()
+    held = eventually(moved.looks, "the new server to be back")
+    assert {each.restoration for each in held.partitions} == {before[0].restoration}
     worker.go(18)
     assert ended([worker])[0]["digest"] == fault_free["digest"]
-    assert {each.restoration for each in moved.look().partitions} == {before[0].restoration}
 
 
 def test_a_damaged_file_of_rows_is_refused_and_nothing_is_changed(elsewhere: Make, tmp_path: Path) -> None:

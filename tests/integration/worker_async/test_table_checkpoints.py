@@ -159,7 +159,7 @@ def test_servers_killed_while_rows_are_saved_and_put_in_place_cost_none(
 
 @pytest.mark.slow
 def test_rows_that_were_put_in_place_are_in_backups(elsewhere: Make, fault_free: dict[str, Any], tmp_path: Path) -> None:
-    """The backup gets one bucket with all that its primary holds, and the others as changes; then it takes over, and has a backup in turn."""
+    """The backup gets one bucket with all that its primary holds, and the others as changes; then it takes over, and has one in turn."""
     saved = str(tmp_path / "saved")
     start(elsewhere(servers=1), epochs=2, save=saved).result()
     running = elsewhere(servers=1, backups=1)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from shoal_common.clients.parameter_server import ParameterServerClient
-from shoal_common.errors import CorruptDataError, ShoalError
+from shoal_common.errors import CorruptDataError, PermissionDeniedError, ShoalError
 from shoal_common.tables.file import BucketImage, read_bucket
 from shoal_common.wire import CHUNK_BYTES, checksum
 from shoal_protos.v1 import parameter_server_pb2 as pb
@@ -159,6 +159,21 @@ def test_rows_that_cannot_be_of_the_bucket_are_refused(member: TableMember) -> N
         with pytest.raises(ShoalError, match="the payload is no bucket") as caught:
             restore(member.client, 0, data)
         assert caught.value.reason == "ROWS_INVALID"
+
+
+def test_who_may_only_look_reads_buckets_and_puts_none_in_place(cluster: Any, tmp_path: Any) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("worker: wt\nviewer: vt\n")
+    declare(cluster)
+    cluster.unregistered(tokens=tokens, token="st")
+    worker, viewer = (cluster.client(cluster.running, token=token) for token in ("wt", "vt"))
+    cluster.coordinator.registrations.get(timeout=30)
+    trained(worker).push(*steps(1)[0])
+    then = read(viewer, 0)
+    assert len(read_bucket(memoryview(then)).rows.ids) > 0
+    with pytest.raises(PermissionDeniedError):
+        restore(viewer, 0, then)
+    assert not restore(worker, 0, then).duplicate
 
 
 def test_only_a_bucket_is_read_whole(member: TableMember) -> None:

@@ -118,6 +118,21 @@ def test_pushes_that_come_at_the_same_time_stand_before_or_behind(make: Any, tmp
     assert same(recovered(data), after)
 
 
+def test_first_rows_do_not_take_the_place_of_a_push_that_is_on_its_way(make: Any, tmp_path: Any) -> None:
+    spec = make.bucket(**OPTIMIZER)
+
+    async def test() -> None:
+        async with opened(tmp_path / "data") as server:
+            await begun(server, make, spec)
+            wanted = restoration(server.shard, spec, 0)
+            pushed = await server.changes.push(pushes(make, [spec], 1)[0])
+            assert not pushed.done()
+            assert (await restore(server, wanted)).duplicate
+            assert (await pushed).version == server.shard.version(0) == 2
+
+    run(test())
+
+
 def test_a_bucket_that_moves_is_not_put_in_place(make: Any) -> None:
     spec = make.bucket(**OPTIMIZER)
     shard = held(make, spec)

@@ -25,7 +25,7 @@ from shoal_common.errors import ConfigurationError, CorruptDataError, DeadlineEr
 from shoal_worker.checkpoint import manifest
 from shoal_worker.checkpoint.files import begin, check_place, latest, read_checkpoint, rows_of, write_checkpoint, write_sharded
 from shoal_worker.checkpoint.manifest import CheckpointInfo, remove
-from shoal_worker.checkpoint.rows import Files, described, write_rows
+from shoal_worker.checkpoint.rows import Files, SavedRows, described, write_rows
 from shoal_worker.checkpoint.shards import Shards
 from shoal_worker.checkpoint.writer import DISK_PATIENCE, CheckpointWriter, in_company, on_each, on_first
 from shoal_worker.elastic.group import LocalChannel
@@ -391,21 +391,22 @@ def _take_up(session: Session, channel: Channel, captured: dict[str, Any] | None
         return
     sees = [each == b"True" for each in channel.exchange(str((path / manifest.NAME).is_file()).encode())]
     share = (sum(sees[: channel.rank]), sum(sees))
-    seen = rows_of(path) if sees[channel.rank] else None
+    seen: list[SavedRows] = []
 
     def verify(given_up: threading.Event) -> None:
-        if seen is not None:
-            seen.verify_share(share, given_up)
+        if sees[channel.rank]:
+            seen.append(rows_of(path))
+            seen[0].verify_share(share, given_up)
 
     on_each(channel, verify)
-    if captured is not None and seen is not None:
-        captured["replica"]["tables"] = store.expected(seen, captured["replica"].get("tables"))
+    if captured is not None and seen:
+        captured["replica"]["tables"] = store.expected(seen[0], captured["replica"].get("tables"))
     session.replace_state(channel, captured)
     number = on_each(channel, lambda _: store.next_restoration() if channel.rank == 0 else 0)[0]
 
     def put(given_up: threading.Event) -> None:
-        if seen is not None:
-            store.put(seen, share, number, given_up)
+        if seen:
+            store.put(seen[0], share, number, given_up)
 
     on_each(channel, put)
 

@@ -199,7 +199,7 @@ def save_checkpoint(directory: str | Path, *, keep: int = 3, sharded: bool | Non
 
     The state is copied before this returns; `directory/step-<n>` is written in the background, and renamed into place when it is whole. An
     error of an earlier save is raised here. Joiners save nothing. A rank that dies before its shard is written takes this checkpoint with
-    it: the one before stays the newest.
+    it: the one before stays the newest. Rows of sparse tables are read from the servers: under ddp before this returns, by all ranks.
 
     Args:
         directory: shared by all ranks, or local to the first rank's machine.
@@ -213,7 +213,8 @@ def save_checkpoint(directory: str | Path, *, keep: int = 3, sharded: bool | Non
     Raises:
         PreconditionError (STEP_NOT_FINISHED): `every_steps` inside a step.
         ConfigurationError: `keep` below 1, or a directory that cannot be written, or is not shared.
-        UnavailableError (CHECKPOINT_NOT_WRITTEN): an earlier save failed.
+        UnavailableError (CHECKPOINT_NOT_WRITTEN): an earlier save failed; or this one, of the rows of sparse tables under ddp.
+        DeadlineError (SERVER_AWAY): a server with rows of sparse tables was away for too long.
     """
     if keep < 1:
         raise ConfigurationError(f"save_checkpoint(keep={keep}): expected at least 1")
@@ -227,7 +228,8 @@ def resume(directory: str | Path) -> bool:
     """Goes on from the newest checkpoint in `directory`, if there is one; True if there was. Call it on every rank, before the loop.
 
     The first rank reads it, whole or in shards, saved under any strategy on any number of ranks, and sends it to the others. In a joiner it
-    does nothing: the peers' state is newer.
+    does nothing: the peers' state is newer. The parameter servers get the rows of sparse tables: under ddp always, under async_sgd those
+    that nobody has trained there.
 
     Raises:
         CorruptDataError: the newest checkpoint is damaged, of another model or of a newer release; nothing is changed.

@@ -263,6 +263,7 @@ class SparseEmbedding(nn.Module):
 
     # -------------------------------------------------------------------------------------------------------------------- lookups
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _look_up(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows of a batch, each once, and for each id the place of its row."""
         unique, places = self._checked(ids).unique(return_inverse=True)

@@ -67,28 +67,37 @@ def main() -> None:
     net = Recommender(**config.get("users", {}))
     adam = torch.optim.Adam(net.parameters(), 1e-2)
     model, optimizer = shoal.as_distributed(net, adam, strategy="ddp", deterministic=micro, backend=config.get("backend"))
-    loader = shoal.ElasticDataLoader(samples(), global_batch_size=16, micro_batch_size=4 if micro else None)
+    loader = shoal.ElasticDataLoader(samples(), global_batch_size=config.get("global_batch", 16), micro_batch_size=4 if micro else None)
     validation = shoal.ElasticDataLoader(samples(), global_batch_size=32, train=False)
     if "resume" in config:
         shoal.resume(config["resume"])
     lost = 0
-    for _ in loader.epochs(config["epochs"]):
+    for epoch in loader.epochs(config["epochs"]):
         for batches in loader.steps() if micro else ((batch,) for batch in loader):
             for batch in batches:
-                loss_of(model, batch).backward()
+                loss = loss_of(model, batch)
+                (loss * float("nan") if loader.global_step in config.get("nan_at", ()) else loss).backward()
             (directory / f"step-{loader.global_step}").touch()
             if loader.global_step in config.get("hold_at", ()):
                 go = directory / f"go-{loader.global_step}"
                 eventually(go.exists, "the test, which holds this worker")
             if "delay_s" in config:
                 time.sleep(config["delay_s"])
-            lost += not optimizer.step()
+            try:
+                lost += not optimizer.step()
+            except shoal.InvalidRequestError as error:
+                logging.info("leaving the batch out: %s", error)
+                optimizer.zero_grad()
+                optimizer.step()
             optimizer.zero_grad()
             if "save_every" in config:
                 shoal.save_checkpoint(config["save"], every_steps=config["save_every"])
-        evaluation = shoal.evaluate(model, validation, evaluated)
-        if "save" in config and "save_every" not in config:
+        evaluation = shoal.evaluate(model, validation, evaluated) if config.get("looks", True) else None
+        if "save" in config and "save_every" not in config and epoch < config.get("save_until", 1000):
             shoal.save_checkpoint(config["save"])
+    if not config.get("looks", True):
+        (directory / "result.json").write_text(json.dumps({"steps": loader.global_step, "lost": lost}))
+        return
     with torch.no_grad():
         rows = [net.users(torch.arange(IDS)), net.words(torch.arange(IDS).unsqueeze(1))]
     state = [*rows, *model.full_state_dict().values()]

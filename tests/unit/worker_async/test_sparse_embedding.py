@@ -36,6 +36,16 @@ def test_it_looks_rows_up_as_an_embedding_does() -> None:
     assert users(ids[:0]).shape == (0, 3, 4)
 
 
+def test_it_works_in_a_compiled_model() -> None:
+    table = SparseEmbedding(10, 4, name="t", scale=1.0)
+    compiled = torch.compile(nn.Sequential(table, nn.Linear(4, 1)), backend="eager")
+    for ids in (torch.tensor([1, 2]), torch.tensor([1, 2, 3])):
+        compiled(ids).sum().backward()
+    gradients = table.gradients()
+    assert gradients is not None
+    assert gradients.ids.tolist() == [1, 2, 3]
+
+
 def test_any_64_bit_number_is_an_id_unless_the_rows_are_counted() -> None:
     wide = values_of(table(), [2**63 - 1, -(2**63), 0])
     assert len(wide.unique(dim=0)) == 3

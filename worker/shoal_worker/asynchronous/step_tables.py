@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from typing import Any, Final, cast
 
 import numpy as np
 import torch
-from shoal_common.errors import MembershipChanged, PreconditionError
+from shoal_common.errors import MembershipChanged, PreconditionError, ShoalError
 from shoal_common.failpoints import failpoint
 from shoal_common.tables.values import Ids
 from torch import nn
@@ -52,8 +53,9 @@ _PATIENCE_S: Final = 1.0
 """How long a rank waits for what another rank is to push, before it pushes that as well."""
 _SHORTEST_WAIT_S: Final = 0.0005
 _LONGEST_WAIT_S: Final = 0.02
-_KEYS_OF_A_GENERATION: Final = 1 << 32
-"""Steps that begin to push in a later generation have larger keys than all before."""
+_LARGEST_NEW_KEY: Final = 1 << 62
+"""Keys begin at a random number, and again wherever versions were found anew: servers may know keys that followed the last one told here,
+of a run before, or of steps that a return to a checkpoint has undone."""
 
 
 class SynchronousJob(Job):
@@ -123,7 +125,7 @@ class ServerStepTables:
         self._versions: dict[int, int] = {}
         """Partition -> the version that it has when all that counts was pushed."""
         self._found: dict[int, int] = {}
-        """Those of them that this rank has found on a server, and that the ranks have not agreed on yet."""
+        """Those of them that this rank has found on a server since the last step that counted."""
         self._staged: _Step | None = None
         """The step in progress, when it is summed."""
         self._pending: _Step | None = None
@@ -182,7 +184,12 @@ class ServerStepTables:
             mean = share.weight / share.total_weight if share.total_weight else 0.0
             self._here.take(float(mean > 0) if self._sums_losses else mean)
         self._see_all()
-        told = {"found": {str(each): version for each, version in self._found.items()}, "key": self._next_key, "stale": self._stale}
+        told = {
+            "versions": {str(each): version for each, version in self._versions.items()},
+            "key": self._next_key,
+            "new_key": 1 + secrets.randbelow(_LARGEST_NEW_KEY) if self._found else 0,
+            "stale": self._stale,
+        }
         with LosingStep(self._session) as exchanging:
             if group is None and self._session.elastic:
                 raise MembershipChanged("there is no group")
@@ -200,6 +207,7 @@ class ServerStepTables:
         if staged is None:
             return
         self._next_key = staged.key + 1
+        self._found.clear()  # not before: a step that is done again needs a new key as well
         if not staged.pushes:
             return
         self._versions.update({each: self._versions[each] + 1 for each in staged.pushes})
@@ -264,7 +272,7 @@ class ServerStepTables:
         self._found = dict(self._versions)
         if not state:
             return
-        self._next_key = max(self._next_key, state["next_key"])
+        self._next_key = state["next_key"]
         if state["pending"] is not None:
             gradients = {
                 name: RowGradients(ids=rows["ids"].numpy(), values=rows["values"].numpy(), versions={})
@@ -337,9 +345,11 @@ class ServerStepTables:
             self._pending = None
 
     def _see_all(self) -> None:
-        """Returns when all partitions have the last step, or when the step in progress must not count."""
+        """Returns when all partitions have the last step, in versions that this rank knows, or when the step must not count."""
         for table in self._tables:
-            if self._pending is not None and self._pending.unseen.intersection(self._partitions[table.name]):
+            partitions = self._partitions[table.name]
+            awaited = self._pending is not None and self._pending.unseen.intersection(partitions)
+            if awaited or not self._versions.keys() >= set(partitions):
                 self.look_up(self._partitions[table.name], table.embedding_dim, np.empty(0, dtype=np.int64))
 
     # --------------------------------------------------------------------------------------------------------------- steps
@@ -354,12 +364,8 @@ class ServerStepTables:
         metadata = [each for _, each in told]
         if any(each["stale"] for each in metadata):
             raise MembershipChanged("a rank has looked up rows before all of the last step were pushed")
-        self._agree([{int(number): version for number, version in each["found"].items()} for each in metadata])
-        key = max(1, *(each["key"] for each in metadata))
-        generation = self._generation
-        if any(each["found"] for each in metadata):
-            key = max(key, generation * _KEYS_OF_A_GENERATION + 1)
-        self._found = {}
+        self._agree([{int(number): version for number, version in each["versions"].items()} for each in metadata])
+        key = max(each["new_key"] for each in metadata) or max(1, *(each["key"] for each in metadata))
         weight = sum(each["weight"] for each in metadata)
         divisor = weight if in_micro_batches and weight and not self._sums_losses else 1.0
         gradients: dict[str, RowGradients] = {}
@@ -370,16 +376,16 @@ class ServerStepTables:
                 gradients[name] = RowGradients(ids=ids, values=(sums / divisor).astype(np.float32), versions={})
         return self._step(key, gradients)
 
-    def _agree(self, found: Sequence[Mapping[int, int]]) -> None:
-        """Takes over what ranks have found that others have not looked at."""
-        known = dict(self._versions)
-        for versions in found:
+    def _agree(self, told: Sequence[Mapping[int, int]]) -> None:
+        """Takes over the versions that ranks know of. Raises MembershipChanged where they know different ones: then each rank looks at the
+        servers anew."""
+        known: dict[int, set[int]] = {}
+        for versions in told:
             for partition_id, version in versions.items():
-                known[partition_id] = max(version, known.get(partition_id, 0))
-        differing = [each for each in known if any(versions.get(each, known[each]) != known[each] for versions in (*found, self._versions))]
-        self._versions = known
+                known.setdefault(partition_id, set()).add(version)
+        differing = sorted(each for each, versions in known.items() if len(versions) > 1)
+        self._versions = {each: min(versions) for each, versions in known.items() if len(versions) == 1}
         if differing:
-            self._found = {**self._found, **{each: known[each] for each in differing}}
             raise MembershipChanged(f"ranks have found buckets {differing[:5]} of sparse tables at different versions")
 
     def _step(self, key: int, gradients: Mapping[str, RowGradients], *, steps_back: int = 0) -> _Step:
@@ -428,8 +434,8 @@ class ServerStepTables:
     def _close(self) -> None:
         """Idempotent."""
         atexit.unregister(self._close)
-        if self._pending is not None and not self._pending.delivered:
-            _log.warning("rows of the last step were not pushed: it is not known whether all ranks have committed it")
+        if self._pending is not None:
+            self._push_the_last(self._pending)
         self._pending = None
         if self._reader is not None:
             self._reader.close()
@@ -438,6 +444,16 @@ class ServerStepTables:
         if self._own_cluster is not None:
             self._own_cluster.close()
             self._own_cluster = None
+
+    def _push_the_last(self, step: _Step) -> None:
+        """No lookup follows that would find out what another rank has not pushed: this one pushes all that it has not seen there."""
+        if not self._may_push(step):
+            _log.warning("rows of the last step were not pushed: it is not known whether all ranks have committed it")
+            return
+        try:
+            self._push(step, sorted(step.unseen))
+        except ShoalError as error:
+            _log.warning("it is not known whether all rows of the last step were pushed: %s", error)
 
     def _require_reader(self) -> RowReader:
         assert self._reader is not None

@@ -1,0 +1,113 @@
+"""Sparse tables under ddp, where servers lose their data, runs begin anew, and ranks die or leave at the end."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.coordinator.harness import Coordinator
+from tests.integration.worker_async.async_cluster import AsyncCluster
+from tests.integration.worker_async.test_ddp_tables import STEPS, start
+from tests.zygote.children import Zygote, eventually
+
+Make = Callable[..., AsyncCluster]
+
+
+@pytest.fixture
+def another_coordinator(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
+    coordinator = Coordinator(zygote, tmp_path_factory.mktemp("another")).start()
+    yield coordinator
+    coordinator.close()
+
+
+def snapshot_versions(running: AsyncCluster) -> dict[int, int]:
+    found = {}
+    for server in running.servers:
+        server.process.wait()
+        raw = (server.data / "snapshot.safetensors").read_bytes()
+        head = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+        found |= {each["partition_id"]: each["version"] for each in json.loads(head["__metadata__"]["shoal"])["partitions"]}
+    return found
+
+
+def test_servers_that_lose_their_data_are_named_and_training_goes_on(cluster: Make) -> None:
+    running = cluster(together=2, keeps_data=False)
+    workers = [start(running, hold_at=[5]), start(running)]
+    workers[0].wait_step(5)
+    server = running.servers[0]
+    server.process.kill()
+    server.process.wait()
+    server.start()
+    workers[0].go(5)
+    for worker in workers:
+        assert worker.result()["steps"] == STEPS
+        assert "its server has lost its data" in worker.process.said()
+
+
+def test_a_rank_without_batches_learns_that_a_server_has_lost_its_data(cluster: Make) -> None:
+    running = cluster(together=3, keeps_data=False)
+    workers = [start(running, hold_at=[5], global_batch=8, epochs=2) for _ in range(3)]
+    for worker in workers:
+        worker.wait_step(5)
+    server = running.servers[0]
+    server.process.kill()
+    server.process.wait()
+    server.start()
+    for worker in workers:
+        worker.go(5)
+    for worker in workers:
+        assert worker.result()["steps"] == 24
+
+
+def test_the_last_steps_rows_are_pushed_although_the_rank_dies_that_was_to(cluster: Make) -> None:
+    running = cluster(together=2, min_workers=1, servers=1)
+    workers = [start(running, looks=False), start(running, looks=False, failpoints=f"tables.met@{STEPS}=kill")]
+    assert workers[1].process.wait() == -signal.SIGKILL
+    assert workers[0].result()["steps"] == STEPS
+    assert "not pushed" not in workers[0].process.said()
+    assert set(snapshot_versions(running).values()) == {STEPS + 1}
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_job_that_was_made_anew_over_the_servers_data_trains_their_rows(
+    cluster: Make, tmp_path: Path, another_coordinator: Coordinator, resumes: bool
+) -> None:
+    running = cluster(servers=1)
+    checkpoint = str(tmp_path / "checkpoints")
+    saves = {"save": checkpoint, "save_until": 2} if resumes else {}  # the first run goes on after its last checkpoint
+    start(running, epochs=3, looks=False, **saves).result()
+    running.servers[0].process.wait()
+    running.move_to(another_coordinator)
+    worker = start(running, looks=False, **({"resume": checkpoint} if resumes else {}))
+    eventually(lambda: running.job().generation.number, "a generation")  # a server that comes before it is refused
+    running.servers[0].start()
+    worker.result()
+    assert "has lost its data" not in worker.process.said()
+
+
+def test_the_first_step_after_a_resume_is_pushed_although_it_is_lost_once(cluster: Make, tmp_path: Path) -> None:
+    running = cluster(together=2, min_workers=1)
+    checkpoint = str(tmp_path / "checkpoints")
+    first = [start(running, save=checkpoint, save_until=2, hold_at=[17]) for _ in range(2)]
+    for worker in first:
+        worker.wait_step(17)
+    for worker in first:
+        worker.process.kill()
+    for worker in first:
+        worker.process.wait()
+    again = [start(running, resume=checkpoint), start(running, resume=checkpoint, failpoints="tables.summed@1=kill")]
+    again[0].result()
+    assert "has lost its data" not in again[0].process.said()
+
+
+def test_ranks_without_samples_and_short_steps_end_with_the_rows_of_one(cluster: Make, tmp_path: Path) -> None:
+    (tmp_path / "alone").mkdir()
+    alone = start(cluster(directory=tmp_path / "alone", servers=1), global_batch=20).result()
+    (tmp_path / "six").mkdir()
+    six = cluster(directory=tmp_path / "six", together=6)
+    for worker in [start(six, global_batch=20) for _ in range(6)]:
+        assert worker.result()["digest"] == alone["digest"]

@@ -52,7 +52,7 @@ _PERMANENT: Final = (AuthenticationError, ConfigurationError, InvalidRequestErro
 _CONFLICT: Final = "SERVER_CONFLICT"
 """Another process has this server's place: one that is gone, which the coordinator has not noticed yet, or, when this one was
 registered before, one that has taken it over while this one was cut off."""
-_JOB_OVER: Final = "JOB_CLOSED"
+_RUN_ENDED: Final = "RUN_ENDED"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +172,7 @@ class CoordinatorSession:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():  # grpc.aio can end a read that is cancelled with the call's error instead
                     raise asyncio.CancelledError from error
-                if error.reason == _JOB_OVER and self._server_index is not None:
+                if error.reason == _RUN_ENDED and self._server_index is not None:
                     return str(error)
                 if self._is_final(error):
                     raise

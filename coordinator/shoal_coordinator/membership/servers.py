@@ -42,6 +42,12 @@ def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
     if known is None and drained is not None and event.incarnation and drained.incarnation == event.incarnation:
         draft.effects.append(StopServer(server_id=event.server_id, reason=drained.reason))
         return Registered(index=drained.index)
+    if draft.phase is JobPhase.FINISHED and not draft.members and (known is None or known.incarnation != event.incarnation):
+        raise UnavailableError(
+            f"run {draft.run} of job {draft.spec.job_id} has ended ({draft.stop_reason}), and the next one has not begun: this server "
+            "waits for it",
+            reason=Refusal.RUN_ENDED,
+        )
     if known is not None and known.alive and (known.host, known.pid) != (event.host, event.pid):
         raise PreconditionError(
             f"server_id {event.server_id} belongs to process {known.pid} on {known.host}, whose lease has not ended; "

@@ -96,7 +96,7 @@ class Member:
                     for directive in client.join_session(self.messages()):
                         self.heard(directive)
                 except PreconditionError as error:
-                    raise SystemExit(0 if error.reason == "JOB_CLOSED" else PUT_OUT) from error
+                    raise SystemExit(0 if error.reason == "RUN_ENDED" else PUT_OUT) from error
                 except (UnavailableError, DeadlineError, UnknownResourceError) as error:
                     if time.monotonic() > deadline:
                         raise SystemExit(str(error)) from error

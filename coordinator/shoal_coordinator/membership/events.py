@@ -135,6 +135,8 @@ class ServerRegistered:
     host: str
     pid: int
     incarnation: str = ""
+    generation: int = 0
+    """The newest that it knows; 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True)

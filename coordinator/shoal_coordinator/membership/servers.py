@@ -66,6 +66,7 @@ def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
         incarnation=event.incarnation,
         alive=True,
     )
+    _raise_number(draft, event)
     if server != known:
         draft.put_server(server)
         attributes = {
@@ -84,6 +85,18 @@ def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
     draft.effects.append(SendMembers(generation=draft.number, member_ids=_training(draft), server_id=server.server_id))
     tell_place(draft, server.index)
     return Registered(index=server.index)
+
+
+def _raise_number(draft: Draft, event: ServerRegistered) -> None:
+    """Of generations that a server knows and Redis has lost no number is given again: the server would take members of a new one for those
+    of an old one. Of another run it knows none."""
+    lost = event.generation - draft.number
+    if not 0 < lost <= draft.policy.most_lost_generations:
+        return
+    reason = f"Redis has lost generations {draft.number + 1} to {event.generation}, of which server {event.server_id} knows"
+    draft.number = event.generation
+    draft.reasons.append(reason)
+    draft.records.append(Record(kind="generations_lost", generation=draft.number, attributes={"reason": reason}))
 
 
 def server_lost(draft: Draft, event: ServerLost) -> None:

@@ -223,6 +223,7 @@ def parse_registration(message: pb.RegisterServer) -> tuple[str, ServerRegistere
         host=checks.host("register.host", message.host),
         pid=number("register.pid", message.pid, low=1),
         incarnation=checks.text("register.incarnation", message.incarnation, longest=64),
+        generation=number("register.generation", message.generation),
     )
     return checks.job_id(message.job_id), registered
 

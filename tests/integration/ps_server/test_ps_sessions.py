@@ -9,13 +9,17 @@ import logging
 import pytest
 from shoal_common.errors import UnavailableError
 from shoal_common.rpc.channel import ChannelSettings
+from shoal_common.runs import Run
 from shoal_ps_server.session import CoordinatorSession, Place, Registration
 
 
 class Deaf:
     """A listener to whom it is all the same."""
 
-    def welcomed(self, server_index: int, *, with_backups: bool) -> None:
+    def generation(self) -> int:
+        return 0
+
+    def welcomed(self, server_index: int, *, with_backups: bool, run: Run | None) -> None:
         pass
 
     def disconnected(self) -> None:

@@ -293,7 +293,7 @@ class ParameterServer:
 
     def generation(self) -> int:
         """The newest one that it knows."""
-        return self._membership.fence.generation
+        return max(0, self._membership.fence.generation)
 
     def welcomed(self, server_index: int, *, with_backups: bool, run: Run | None) -> None:
         """The session is open."""

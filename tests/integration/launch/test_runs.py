@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import PreconditionError
 from shoal_common.exit_status import PREEMPTED
@@ -26,9 +27,9 @@ def job(endpoint: str, job_id: str = "default") -> pb.GetJobResponse:
         return client.get_job(job_id)
 
 
-def endings(endpoint: str) -> list[str]:
-    """How the runs of the job `default` ended, the newest last."""
-    found = job(endpoint)
+def endings(endpoint: str, job_id: str = "default") -> list[str]:
+    """How the job's runs ended, the newest last."""
+    found = job(endpoint, job_id)
     names = [pb.JobEnding.Name(each).removeprefix("JOB_ENDING_").lower() for each in (*(p.ending for p in found.past_runs), found.ending)]
     assert [past.run.number for past in found.past_runs] == list(range(1, len(names)))
     return names
@@ -158,6 +159,40 @@ def test_a_machine_that_is_started_again_early_waits_for_the_others_to_leave(she
     other = shell.start("run", "--nnodes", "2", "--rdzv-endpoint", endpoint, elastic_worker, "finish")
     assert [early.wait(), other.wait()] == [0, 0], [early.stderr, other.stderr]
     assert endings(endpoint) == ["completed", "completed"]
+
+
+def compose_command(endpoint: str, script: Path, *arguments: object) -> list[str]:
+    """What compose.yaml's workers run, with this test's coordinator and script in the place of a container's."""
+    text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", (Path(__file__).parents[3] / "compose.yaml").read_text())  # each variable's default
+    command = yaml.safe_load(text)["services"]["worker"]["command"]
+    assert command[0] == "shoal"
+    assert command[-1] == "train.py"
+    replaced = [part.replace("coordinator:7000", endpoint) for part in command[1:-1]]
+    assert replaced != command[1:-1]
+    return [*replaced, str(script), *map(str, arguments)]
+
+
+def test_composes_workers_train_again_and_come_back_after_a_failure_in_a_new_run(shell: Shell, endpoint: str, elastic_worker: Path) -> None:
+    """Two containers. A run that comes to its end; one that fails, after which `restart: on-failure` starts both again; its end."""
+
+    def start(until: str) -> list[Command]:
+        command = compose_command(endpoint, elastic_worker, shell.directory / until)
+        workers = [shell.start(*command) for _ in range(2)]
+        for worker in workers:
+            worker.wait_for(lambda worker=worker: " of 2\n" in worker.stdout, "a world of two")
+        return workers
+
+    workers = start("first")
+    (shell.directory / "first").touch()
+    assert [worker.wait() for worker in workers] == [0, 0], [worker.stderr for worker in workers]
+    workers = start("second")
+    (shell.directory / "raise-1").touch()
+    assert [worker.wait() for worker in workers] == [1, 1]
+    (shell.directory / "raise-1").unlink()
+    workers = start("second")
+    (shell.directory / "second").touch()
+    assert [worker.wait() for worker in workers] == [0, 0], [worker.stderr for worker in workers]
+    assert endings(endpoint, "train") == ["completed", "failed", "completed"]
 
 
 def test_a_late_worker_of_an_old_run_is_told_so(shell: Shell, endpoint: str, elastic_worker: Path) -> None:

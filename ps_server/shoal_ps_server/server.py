@@ -50,7 +50,7 @@ from shoal_ps_server.service.staging import Staging
 from shoal_ps_server.service.standing import Standing
 from shoal_ps_server.service.tickets import Tickets
 from shoal_ps_server.service.transfers import Transfers
-from shoal_ps_server.session import AnotherRunError, CoordinatorSession, MoveOrder, Place, Registration, this_process
+from shoal_ps_server.session import AnotherRunError, CoordinatorSession, Known, MoveOrder, Place, Registration, this_process
 from shoal_ps_server.settings import PsServerSettings
 from shoal_ps_server.shard.layout import Layout
 from shoal_ps_server.shard.payload import Upload
@@ -291,9 +291,11 @@ class ParameterServer:
 
     # ------------------------------------------------------------------------------------------- the coordinator's listener
 
-    def generation(self) -> int:
-        """The newest one that it knows."""
-        return max(0, self._membership.fence.generation)
+    def known(self) -> Known:
+        """What the coordinator may have lost of the job."""
+        layout = self._layouts.current
+        held = None if layout is None or self._has_given_all() else layout.server_index
+        return Known(generation=max(0, self._membership.fence.generation), server_index=held)
 
     def welcomed(self, server_index: int, *, with_backups: bool, run: Run | None) -> None:
         """The session is open."""

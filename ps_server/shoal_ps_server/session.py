@@ -93,6 +93,16 @@ class MoveOrder:
     """The process that was told first."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """What a server knows of its job from before, and the coordinator may have lost."""
+
+    generation: int = 0
+    """The newest one; 0: none."""
+    server_index: int | None = None
+    """The place whose partitions it holds; None: it holds none."""
+
+
 class Listener(Protocol):
     """What hears the coordinator."""
 
@@ -100,8 +110,8 @@ class Listener(Protocol):
         """The session is open; at every reconnection again. `with_backups`: the job's servers have some. `run`: the one that this server
         belongs to from now on; None: the coordinator does not say. Raises ConfigurationError when the server cannot be that one."""
 
-    def generation(self) -> int:
-        """The newest one that it knows; 0: none."""
+    def known(self) -> Known:
+        """For the registration."""
 
     def disconnected(self) -> None:
         """The session is broken and will be opened again."""
@@ -135,7 +145,7 @@ class Registration:
     pid: int
     incarnation: str = ""
     run: Run | None = None
-    """Of what the server holds; None: it holds nothing."""
+    """The run of what the server holds; None: it holds nothing."""
 
 
 @functools.cache
@@ -323,7 +333,7 @@ class CoordinatorSession:
             yield coordinator_pb2.ServerMessage(heartbeat=coordinator_pb2.ServerHeartbeat(stored_bytes=self._listener.stored_bytes()))
 
     def _register_message(self) -> coordinator_pb2.RegisterServer:
-        registration = self._registration
+        registration, known = self._registration, self._listener.known()
         return coordinator_pb2.RegisterServer(
             job_id=registration.job_id,
             server_id=registration.server_id,
@@ -333,7 +343,8 @@ class CoordinatorSession:
             pid=registration.pid,
             incarnation=registration.incarnation,
             run=_run_message(self._run),
-            generation=self._listener.generation(),
+            generation=known.generation,
+            held_place=0 if known.server_index is None else known.server_index + 1,
         )
 
     def _is_of_another_run(self, error: ShoalError) -> bool:

@@ -137,6 +137,8 @@ class ServerRegistered:
     incarnation: str = ""
     generation: int = 0
     """The newest that it knows; 0: none."""
+    held_index: int | None = None
+    """The place whose partitions it holds; None: it holds none."""
 
 
 @dataclass(frozen=True, kw_only=True)

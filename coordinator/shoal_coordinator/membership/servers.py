@@ -88,7 +88,7 @@ def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
 
 
 def _raise_number(draft: Draft, event: ServerRegistered) -> None:
-    """Of generations that a server knows and Redis has lost no number is given again: the server would take members of a new one for those
+    """Gives no number again of generations that a server knows and Redis has lost: the server would take members of a new one for those
     of an old one. Of another run it knows none."""
     lost = event.generation - draft.number
     if not 0 < lost <= draft.policy.most_lost_generations:
@@ -196,6 +196,8 @@ def _newcomer(draft: Draft, event: ServerRegistered) -> Server:
     """The place of a server that was never here: the first without a primary; in a job with backups, the first without a backup; then a
     further one, as long as the job may have more of them."""
     places = primaries(draft)
+    if draft.layout is None and event.held_index is not None and event.held_index not in places:
+        return _placed(event, event.held_index)  # Redis has lost the job, and the server has not
     staying = [index for index in places if index not in draft.moves.draining]
     for index in sorted({*staying, *(range(draft.spec.parameter_servers) if draft.layout is None else ())}):
         primary = places.get(index)

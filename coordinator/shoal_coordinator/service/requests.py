@@ -224,6 +224,7 @@ def parse_registration(message: pb.RegisterServer) -> tuple[str, ServerRegistere
         pid=number("register.pid", message.pid, low=1),
         incarnation=checks.text("register.incarnation", message.incarnation, longest=64),
         generation=number("register.generation", message.generation),
+        held_index=number("register.held_place", message.held_place, high=MOST_SERVERS) - 1 if message.held_place else None,
     )
     return checks.job_id(message.job_id), registered
 

@@ -546,7 +546,7 @@ class ServerMessage(_message.Message):
     def __init__(self, register: _Optional[_Union[RegisterServer, _Mapping]] = ..., heartbeat: _Optional[_Union[ServerHeartbeat, _Mapping]] = ..., backup: _Optional[_Union[BackupReport, _Mapping]] = ..., move: _Optional[_Union[MoveReport, _Mapping]] = ...) -> None: ...
 
 class RegisterServer(_message.Message):
-    __slots__ = ("job_id", "server_id", "address", "metrics_address", "host", "pid", "incarnation", "run", "generation")
+    __slots__ = ("job_id", "server_id", "address", "metrics_address", "host", "pid", "incarnation", "run", "generation", "held_place")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -556,6 +556,7 @@ class RegisterServer(_message.Message):
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
+    HELD_PLACE_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     server_id: str
     address: str
@@ -565,7 +566,8 @@ class RegisterServer(_message.Message):
     incarnation: str
     run: RunId
     generation: int
-    def __init__(self, job_id: _Optional[str] = ..., server_id: _Optional[str] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., incarnation: _Optional[str] = ..., run: _Optional[_Union[RunId, _Mapping]] = ..., generation: _Optional[int] = ...) -> None: ...
+    held_place: int
+    def __init__(self, job_id: _Optional[str] = ..., server_id: _Optional[str] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., incarnation: _Optional[str] = ..., run: _Optional[_Union[RunId, _Mapping]] = ..., generation: _Optional[int] = ..., held_place: _Optional[int] = ...) -> None: ...
 
 class ServerHeartbeat(_message.Message):
     __slots__ = ("stored_bytes",)

@@ -29,7 +29,7 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_ps_server.metrics import Metrics
 from shoal_ps_server.replication.items import FORMAT_VERSION, PARTITION, RECORD, STATE, WHOLE, Item, received_items
-from shoal_ps_server.session import CoordinatorSession, MoveOrder, Place, this_process
+from shoal_ps_server.session import CoordinatorSession, Known, MoveOrder, Place, this_process
 from shoal_ps_server.settings import PsServerSettings
 from shoal_ps_server.shard.partition import PartitionImage
 from shoal_ps_server.storage.changes import Changes
@@ -120,9 +120,9 @@ class Standby:
             self._directory.note_run(run)
         self._metrics.coordinator_connected.set(1)
 
-    def generation(self) -> int:
-        """Not known here: the primary's journal has it."""
-        return 0
+    def known(self) -> Known:
+        """Nothing: the primary's journal has it."""
+        return Known()
 
     def disconnected(self) -> None:
         """The session is broken; this server goes on following."""

@@ -272,9 +272,21 @@ class Story:
     def stop(self, ending: str = "stopped") -> None:
         self.happen(StopRequested(reason="asked to", ending=JobEnding(ending)))
 
-    def server(self, server: str, pid: str = "1", serves: str = "yes", life: str = "1", run: str = "") -> None:
+    def server(
+        self, server: str, pid: str = "1", serves: str = "yes", life: str = "1", run: str = "", last: str = "0", holds: str = ""
+    ) -> None:
+        """`last`: the newest generation it knows; `holds`: the place whose partitions it holds."""
         address = f"{server}:{pid}" if serves == "yes" else ""
-        event = ServerRegistered(server_id=server, address=address, metrics_address="", host="h1", pid=int(pid), incarnation=life)
+        event = ServerRegistered(
+            server_id=server,
+            address=address,
+            metrics_address="",
+            host="h1",
+            pid=int(pid),
+            incarnation=life,
+            generation=int(last),
+            held_index=int(holds) if holds else None,
+        )
         self.happen(OfRun(run=run_id(run), event=event) if run else event)
 
     def backup_report(self, primary: str, epoch: str, word: str) -> None:

@@ -315,6 +315,7 @@ class SimulatedClient:
 
     def __init__(self, process: Process, coordinator: Coordinator) -> None:
         self._process, self._coordinator = process, coordinator
+        self.run: pb.RunId | None = None
 
     def join_session(self, messages: Iterator[pb.MemberMessage]) -> Iterator[pb.MemberDirective]:
         """See `CoordinatorClient`: one stream."""

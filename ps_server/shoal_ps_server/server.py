@@ -293,9 +293,7 @@ class ParameterServer:
 
     def known(self) -> Known:
         """What the coordinator may have lost of the job."""
-        layout = self._layouts.current
-        held = None if layout is None or self._has_given_all() else layout.server_index
-        return Known(generation=max(0, self._membership.fence.generation), server_index=held)
+        return Known(generation=max(0, self._membership.fence.generation), server_index=self._standing.held_index)
 
     def welcomed(self, server_index: int, *, with_backups: bool, run: Run | None) -> None:
         """The session is open."""

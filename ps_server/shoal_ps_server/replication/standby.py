@@ -77,8 +77,8 @@ class Standby:
     async def run(self, stop: asyncio.Event) -> Recovered | None:
         """Follows until this server is made the primary, and returns what it holds then; None: `stop` is set, or the job is over.
 
-        Raises AnotherRunError, the coordinator's refusal of this server's registration, CorruptDataError where this server is made the primary
-        of what it had before and cannot read, and InternalError when it is made one though a change could not be made.
+        Raises AnotherRunError, the coordinator's refusal of this server's registration, CorruptDataError where this server is made the
+        primary of what it had before and cannot read, and InternalError when it is made one though a change could not be made.
         """
         async with AsyncExitStack() as stack:
             http = stack.enter_context(serve_metrics(str(self._settings.http), self._registry, tokens=self._settings.token_table))

@@ -26,6 +26,7 @@ from shoal_common.errors import ConfigurationError, CorruptDataError, InternalEr
 from shoal_common.failpoints import failpoint
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.rpc.server import RpcServer, ServerSettings
+from shoal_common.runs import Run
 from shoal_common.settings import secret_value
 from shoal_common.tasks import end_tasks
 from shoal_common.telemetry import HttpServer, serve_metrics
@@ -50,7 +51,7 @@ from shoal_ps_server.service.standing import Standing
 from shoal_ps_server.service.tickets import Tickets
 from shoal_ps_server.service.transfers import Transfers
 from shoal_ps_server.service.whole_buckets import WholeBuckets
-from shoal_ps_server.session import CoordinatorSession, MoveOrder, Place, Registration, this_process
+from shoal_ps_server.session import AnotherRunError, CoordinatorSession, Known, MoveOrder, Place, Registration, this_process
 from shoal_ps_server.settings import PsServerSettings
 from shoal_ps_server.shard.layout import Layout
 from shoal_ps_server.shard.payload import Upload
@@ -73,10 +74,20 @@ async def serve(settings: PsServerSettings, stop: asyncio.Event) -> None:
     """
     with ExitStack() as stack:
         directory = None if settings.data_dir is None else stack.enter_context(DataDirectory(settings.data_dir))
-        recovered = _with_nothing() if directory is None else await _recover(settings, directory, stop)
-        while recovered is not None and await ParameterServer(settings, directory, recovered).run(stop):
-            assert directory is not None, "a server without one refuses to be in a job with backups"
-            recovered = await Standby(settings, directory).run(stop)
+        while True:
+            try:
+                return await _serve_run(settings, directory, stop)
+            except AnotherRunError as error:
+                where = "nowhere: it has no data directory" if directory is None else str(directory.set_aside())
+                logger.warning("what this server holds is set aside, and it begins anew", extra={"why": error, "where": where})
+
+
+async def _serve_run(settings: PsServerSettings, directory: DataDirectory | None, stop: asyncio.Event) -> None:
+    """With what is of one run of the job. Raises AnotherRunError when that is over, and as `serve`."""
+    recovered = _with_nothing() if directory is None else await _recover(settings, directory, stop)
+    while recovered is not None and await ParameterServer(settings, directory, recovered).run(stop):
+        assert directory is not None, "a server without one refuses to be in a job with backups"
+        recovered = await Standby(settings, directory).run(stop)
 
 
 async def _recover(settings: PsServerSettings, directory: DataDirectory, stop: asyncio.Event) -> Recovered | None:
@@ -218,9 +229,9 @@ class ParameterServer:
         """Serves until `stop` is set or the job is over, then drains, and writes a last snapshot unless a backup has all that this server
         holds. True: until the coordinator said that it is a backup, so that what it holds is of no use any more.
 
-        Raises ConfigurationError (addresses, TLS, tokens), the coordinator's refusal of this server's registration, UnavailableError:
-        SNAPSHOT_FAILED or JOURNAL_FAILED when the disk took no last snapshot or no journal, and InternalError when a change that the
-        journal has could not be made.
+        Raises ConfigurationError (addresses, TLS, tokens), AnotherRunError, the coordinator's refusal of this server's registration,
+        UnavailableError: SNAPSHOT_FAILED or JOURNAL_FAILED when the disk took no last snapshot or no journal, and InternalError when a
+        change that the journal has could not be made.
         """
         async with AsyncExitStack() as stack:
             rpc = RpcServer(
@@ -288,9 +299,15 @@ class ParameterServer:
 
     # ------------------------------------------------------------------------------------------- the coordinator's listener
 
-    def welcomed(self, server_index: int, *, with_backups: bool) -> None:
+    def known(self) -> Known:
+        """What the coordinator may have lost of the job."""
+        return Known(generation=max(0, self._membership.fence.generation), server_index=self._standing.held_index)
+
+    def welcomed(self, server_index: int, *, with_backups: bool, run: Run | None) -> None:
         """The session is open."""
         self._standing.welcomed(server_index, with_backups=with_backups)
+        if run is not None and self._directory is not None:
+            self._directory.note_run(run)
         self._metrics.coordinator_connected.set(1)
         logger.info("registered with the coordinator", extra={"server_index": server_index})
 
@@ -472,7 +489,10 @@ class ParameterServer:
 
     def _registration(self, grpc_port: int, http: HttpServer) -> Registration:
         return this_process(
-            self._settings, address=self._settings.advertised(grpc_port), metrics_address=self._settings.advertised_http(http.port)
+            self._settings,
+            address=self._settings.advertised(grpc_port),
+            metrics_address=self._settings.advertised_http(http.port),
+            run=None if self._directory is None else self._directory.run,
         )
 
     def _write_port_file(self, grpc_port: int, http: HttpServer) -> None:

@@ -2,7 +2,8 @@
 move to other servers.
 
 The session may break and be opened again at any time: pushes and pulls go on meanwhile with the members known last. Only a refusal before
-the first welcome, and a place taken over by another process of the same server_id, end the server. Belongs to the event loop.
+the first welcome, the end of its run, and a place taken over by another process of the same server_id, end the server. Belongs to the event
+loop.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from shoal_common.errors import (
 )
 from shoal_common.rpc.channel import ChannelSettings, aio_channel
 from shoal_common.rpc.status import from_rpc_error
+from shoal_common.runs import Run
 from shoal_protos.v1 import coordinator_pb2
 from shoal_protos.v1.coordinator_pb2_grpc import CoordinatorStub
 
@@ -52,7 +54,15 @@ _PERMANENT: Final = (AuthenticationError, ConfigurationError, InvalidRequestErro
 _CONFLICT: Final = "SERVER_CONFLICT"
 """Another process has this server's place: one that is gone, which the coordinator has not noticed yet, or, when this one was
 registered before, one that has taken it over while this one was cut off."""
-_JOB_OVER: Final = "JOB_CLOSED"
+_RUN_ENDED: Final = "RUN_ENDED"
+_RUN_UNKNOWN: Final = "RUN_UNKNOWN"
+_LOST_RUN_WAIT: Final = timedelta(seconds=15)
+"""How long members of a run that the coordinator has lost may take to come back to it, and say that the run goes on."""
+
+
+class AnotherRunError(PreconditionError):
+    """The run of what this server holds is over, or lost: nobody will ask for that any more. It is set aside, and the server begins
+    anew."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,12 +93,25 @@ class MoveOrder:
     """The process that was told first."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """What a server knows of its job from before, and the coordinator may have lost."""
+
+    generation: int = 0
+    """The newest one; 0: none."""
+    server_index: int | None = None
+    """The place whose partitions it holds; None: it holds none."""
+
+
 class Listener(Protocol):
     """What hears the coordinator."""
 
-    def welcomed(self, server_index: int, *, with_backups: bool) -> None:
-        """The session is open; at every reconnection again. `with_backups`: the job's servers have some. Raises ConfigurationError when
-        the server cannot be that one."""
+    def welcomed(self, server_index: int, *, with_backups: bool, run: Run | None) -> None:
+        """The session is open; at every reconnection again. `with_backups`: the job's servers have some. `run`: the one that this server
+        belongs to from now on; None: the coordinator does not say. Raises ConfigurationError when the server cannot be that one."""
+
+    def known(self) -> Known:
+        """For the registration."""
 
     def disconnected(self) -> None:
         """The session is broken and will be opened again."""
@@ -121,6 +144,8 @@ class Registration:
     host: str
     pid: int
     incarnation: str = ""
+    run: Run | None = None
+    """The run of what the server holds; None: it holds nothing."""
 
 
 @functools.cache
@@ -129,8 +154,8 @@ def incarnation() -> str:
     return secrets.token_hex(16)
 
 
-def this_process(settings: PsServerSettings, *, address: str, metrics_address: str) -> Registration:
-    """Makes the registration of this server, which this process is."""
+def this_process(settings: PsServerSettings, *, address: str, metrics_address: str, run: Run | None) -> Registration:
+    """Makes the registration of this server, which this process is. `run`: of what it holds."""
     return Registration(
         job_id=settings.job,
         server_id=settings.server_id,
@@ -139,6 +164,7 @@ def this_process(settings: PsServerSettings, *, address: str, metrics_address: s
         host=socket.gethostname(),
         pid=os.getpid(),
         incarnation=incarnation(),
+        run=run,
     )
 
 
@@ -151,6 +177,9 @@ class CoordinatorSession:
         self._settings = settings
         self._registration = registration
         self._listener = listener
+        self._run = registration.run
+        self._lost_at: float | None = None
+        """Since when the coordinator has said that it does not know the run, on the loop's clock."""
         self._server_index: int | None = None
         """Set by the first welcome."""
         self._registered = asyncio.Event()
@@ -160,8 +189,9 @@ class CoordinatorSession:
     async def run(self) -> str:
         """Holds the session until the coordinator says that the job is over; returns its reason.
 
-        Raises the coordinator's refusal of the first registration, PreconditionError / SERVER_CONFLICT when another process has taken this
-        server's place, and ConfigurationError when the listener cannot be the server that the coordinator takes it for.
+        Raises the coordinator's refusal of the first registration, AnotherRunError when the run of what this server holds is over, or is
+        not known, PreconditionError / SERVER_CONFLICT when another process has taken this server's place, and ConfigurationError when the
+        listener cannot be the server that the coordinator takes it for.
         """
         backoff = Backoff(first_s=_FIRST_BACKOFF_S, longest_s=_LONGEST_BACKOFF_S)
         while True:
@@ -172,8 +202,10 @@ class CoordinatorSession:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():  # grpc.aio can end a read that is cancelled with the call's error instead
                     raise asyncio.CancelledError from error
-                if error.reason == _JOB_OVER and self._server_index is not None:
+                if error.reason == _RUN_ENDED and isinstance(error, PreconditionError) and self._server_index is not None:
                     return str(error)
+                if self._is_of_another_run(error):
+                    raise AnotherRunError(str(error), reason=error.reason) from error
                 if self._is_final(error):
                     raise
                 if opened.welcomed:
@@ -200,7 +232,7 @@ class CoordinatorSession:
         server yet.
         """
         server_index = await self._registered_index()
-        request = coordinator_pb2.GetShardMapRequest(job_id=self._registration.job_id)
+        request = coordinator_pb2.GetShardMapRequest(job_id=self._registration.job_id, run=_run_message(self._run))
         try:
             answer = await self._stub.GetShardMap(request, timeout=self._settings.deadline.total_seconds())
         except grpc.aio.AioRpcError as error:
@@ -232,7 +264,9 @@ class CoordinatorSession:
         call = self._stub.ServerSession(self._messages(sending))
         try:
             welcome = await self._welcome(call)
-            self._listener.welcomed(welcome.server_index, with_backups=welcome.spec.parameter_server_backups > 0)
+            run = _welcomed_run(welcome)
+            self._listener.welcomed(welcome.server_index, with_backups=welcome.spec.parameter_server_backups > 0, run=run)
+            self._run, self._lost_at = run or self._run, None
             self._server_index, opened.welcomed = welcome.server_index, True
             self._registered.set()
             sending.heartbeats_every(timedelta(milliseconds=welcome.heartbeat_interval_ms))
@@ -299,7 +333,7 @@ class CoordinatorSession:
             yield coordinator_pb2.ServerMessage(heartbeat=coordinator_pb2.ServerHeartbeat(stored_bytes=self._listener.stored_bytes()))
 
     def _register_message(self) -> coordinator_pb2.RegisterServer:
-        registration = self._registration
+        registration, known = self._registration, self._listener.known()
         return coordinator_pb2.RegisterServer(
             job_id=registration.job_id,
             server_id=registration.server_id,
@@ -308,7 +342,18 @@ class CoordinatorSession:
             host=registration.host,
             pid=registration.pid,
             incarnation=registration.incarnation,
+            run=_run_message(self._run),
+            generation=known.generation,
+            held_place=0 if known.server_index is None else known.server_index + 1,
         )
+
+    def _is_of_another_run(self, error: ShoalError) -> bool:
+        """Nobody will ask for what this server holds any more. Of a run that the coordinator does not know members may yet come back."""
+        if error.reason == _RUN_UNKNOWN and isinstance(error, UnavailableError):
+            now = asyncio.get_running_loop().time()
+            self._lost_at = now if self._lost_at is None else self._lost_at
+            return now > self._lost_at + _LOST_RUN_WAIT.total_seconds()
+        return error.reason in (_RUN_ENDED, _RUN_UNKNOWN) and isinstance(error, PreconditionError) and self._run is not None
 
     def _is_final(self, error: ShoalError) -> bool:
         if isinstance(error, ConfigurationError):
@@ -320,6 +365,14 @@ class CoordinatorSession:
 
     def _explained(self, method: str, error: grpc.RpcError) -> ShoalError:
         return from_rpc_error(error, call=f"{method} at {self._settings.address}")
+
+
+def _run_message(run: Run | None) -> coordinator_pb2.RunId | None:
+    return None if run is None else coordinator_pb2.RunId(number=run.number, began_unix_ms=run.began_unix_ms)
+
+
+def _welcomed_run(welcome: coordinator_pb2.ServerWelcome) -> Run | None:
+    return Run(number=welcome.run.number, began_unix_ms=welcome.run.began_unix_ms) if welcome.run.number else None
 
 
 def _place(message: coordinator_pb2.ServerPlace) -> Place:

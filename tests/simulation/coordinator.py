@@ -26,7 +26,7 @@ from shoal_coordinator.membership.events import Ending, Event, LeaseEnded, Membe
 from shoal_coordinator.membership.joining import Joined
 from shoal_coordinator.membership.pulse import Pulse, Pulses, attached, beaten, detached, expired
 from shoal_coordinator.membership.spec import JobSpec, Policy
-from shoal_coordinator.membership.state import Now
+from shoal_coordinator.membership.state import Now, RunId
 from shoal_coordinator.membership.transition import Outcome, Transition, job_created, next_wake_ms, transition
 from shoal_coordinator.service.requests import parse_collective_failure, parse_heartbeat, parse_join, parse_leave
 from shoal_coordinator.service.responses import generation_message, job_message
@@ -81,7 +81,7 @@ class Coordinator:
 
     def __init__(self, world: World, spec: JobSpec) -> None:
         self.world = world
-        self.state = job_created(spec)
+        self.state = job_created(spec, RunId())
         self.away = False
         self._policy = Policy()
         self._streams: dict[str, Stream] = {}
@@ -231,7 +231,7 @@ class Coordinator:
 
     @staticmethod
     def _note_end(stream: Stream, error: ShoalError | None) -> None:
-        stream.process.put_out |= isinstance(error, PreconditionError) and error.reason != "JOB_CLOSED"
+        stream.process.put_out |= isinstance(error, PreconditionError) and error.reason != "RUN_ENDED"
         stream.end(error)
 
     # -------------------------------------------------------------------------------------------------------------- the loop
@@ -315,6 +315,7 @@ class SimulatedClient:
 
     def __init__(self, process: Process, coordinator: Coordinator) -> None:
         self._process, self._coordinator = process, coordinator
+        self.run: pb.RunId | None = None
 
     def join_session(self, messages: Iterator[pb.MemberMessage]) -> Iterator[pb.MemberDirective]:
         """See `CoordinatorClient`: one stream."""

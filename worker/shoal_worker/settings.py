@@ -32,6 +32,8 @@ class WorkerSettings(BaseSettings):
     """host:port of the coordinator; None: this process is a world of one."""
     job_id: str = "default"
     """The job to join. The launcher has created it."""
+    run: str = ""
+    """The job's run that the launcher is in, as `number:milliseconds` (when it began); empty: the newest."""
     member_id: str = Field(default_factory=lambda: uuid.uuid4().hex)
     """This process, this incarnation."""
     launcher_id: str = ""

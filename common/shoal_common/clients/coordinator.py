@@ -3,6 +3,8 @@
 Synchronous and safe to share between threads; never use one in a forked child. Every method raises ShoalErrors: what the .proto says of
 each RPC, and UnavailableError or DeadlineError where the coordinator cannot be reached. `deadline` overrides ChannelSettings.deadline.
 Requests are built here and validated by the coordinator, not here.
+
+Who belongs to a run of a job sets `run`: all it asks is of that run then.
 """
 
 from __future__ import annotations
@@ -24,15 +26,29 @@ class CoordinatorClient:
 
     def __init__(self, settings: ChannelSettings, *, interceptors: Sequence[Any] = ()) -> None:
         self._caller = Caller(settings, interceptors, CoordinatorStub)
+        self.run: pb.RunId | None = None
+        """The run that the caller belongs to, of whatever job it asks about; None: it belongs to none, and asks about the newest."""
 
     # ------------------------------------------------------------------------------------------------------------- jobs
 
-    def create_job(self, spec: pb.JobSpec, *, deadline: timedelta | None = None) -> pb.CreateJobResponse:
-        """Creates the job, or finds the equal one."""
-        return self._caller.unary("CreateJob", pb.CreateJobRequest(spec=spec), pb.CreateJobResponse, deadline)
+    def create_job(
+        self,
+        spec: pb.JobSpec,
+        *,
+        number: int = 0,
+        resume: bool = False,
+        follow: bool = False,
+        deadline: timedelta | None = None,
+    ) -> pb.CreateJobResponse:
+        """Creates the job, joins the run that goes on, or begins the next one. `number`: no other than that run. `resume`: one that failed
+        or was stopped goes on. `follow`: of launchers' own job, which has the runs of the other: `run`. UnavailableError with reason
+        RUN_ENDING: ask again until the members of the run before have left."""
+        run = pb.RunId(number=number) if number else self.run
+        request = pb.CreateJobRequest(spec=spec, run=run, resume=resume, follow=follow)
+        return self._caller.unary("CreateJob", request, pb.CreateJobResponse, deadline)
 
     def get_job(self, job_id: str, *, deadline: timedelta | None = None) -> pb.GetJobResponse:
-        return self._caller.unary("GetJob", pb.GetJobRequest(job_id=job_id), pb.GetJobResponse, deadline)
+        return self._caller.unary("GetJob", pb.GetJobRequest(job_id=job_id, run=self.run), pb.GetJobResponse, deadline)
 
     def list_jobs(self, *, deadline: timedelta | None = None) -> pb.ListJobsResponse:
         return self._caller.unary("ListJobs", pb.ListJobsRequest(), pb.ListJobsResponse, deadline)
@@ -50,7 +66,7 @@ class CoordinatorClient:
     ) -> pb.ReportExitResponse:
         """`failure`: not empty, the job ends with it. `finished`: it came to the end of its script."""
         request = pb.ReportExitRequest(
-            job_id=job_id, member_id=member_id, exit_code=exit_code, signal=signal, failure=failure, finished=finished
+            job_id=job_id, member_id=member_id, exit_code=exit_code, signal=signal, failure=failure, finished=finished, run=self.run
         )
         return self._caller.unary("ReportExit", request, pb.ReportExitResponse, deadline)
 
@@ -64,16 +80,25 @@ class CoordinatorClient:
         deadline: timedelta | None = None,
     ) -> pb.DrainMemberResponse:
         """Give `member_id` or `rank`."""
-        request = pb.DrainMemberRequest(job_id=job_id, member_id=member_id, rank=rank, reason=reason)
+        request = pb.DrainMemberRequest(job_id=job_id, member_id=member_id, rank=rank, reason=reason, run=self.run)
         return self._caller.unary("DrainMember", request, pb.DrainMemberResponse, deadline)
 
     def drain_server(self, job_id: str, server_id: str, *, reason: str = "", deadline: timedelta | None = None) -> pb.DrainServerResponse:
         """Returns at once; `ServerStatus.draining` is true until the server has given all away and has ended."""
-        request = pb.DrainServerRequest(job_id=job_id, server_id=server_id, reason=reason)
+        request = pb.DrainServerRequest(job_id=job_id, server_id=server_id, reason=reason, run=self.run)
         return self._caller.unary("DrainServer", request, pb.DrainServerResponse, deadline)
 
-    def stop_job(self, job_id: str, *, reason: str = "", deadline: timedelta | None = None) -> pb.StopJobResponse:
-        return self._caller.unary("StopJob", pb.StopJobRequest(job_id=job_id, reason=reason), pb.StopJobResponse, deadline)
+    def stop_job(
+        self,
+        job_id: str,
+        *,
+        reason: str = "",
+        ending: pb.JobEnding = pb.JOB_ENDING_UNSPECIFIED,
+        deadline: timedelta | None = None,
+    ) -> pb.StopJobResponse:
+        """`ending`: what the run of a plain script comes to, which never had a member."""
+        request = pb.StopJobRequest(job_id=job_id, reason=reason, run=self.run, ending=ending)
+        return self._caller.unary("StopJob", request, pb.StopJobResponse, deadline)
 
     # --------------------------------------------------------------------------------------------------------- sessions
 
@@ -91,11 +116,11 @@ class CoordinatorClient:
         self, job_id: str, tensors: Iterable[pb.TensorSpec], *, deadline: timedelta | None = None
     ) -> pb.DeclareTensorsResponse:
         """UnavailableError with reason NO_SERVERS: ask again until the job's parameter servers have registered."""
-        request = pb.DeclareTensorsRequest(job_id=job_id, tensors=tensors)
+        request = pb.DeclareTensorsRequest(job_id=job_id, tensors=tensors, run=self.run)
         return self._caller.unary("DeclareTensors", request, pb.DeclareTensorsResponse, deadline)
 
     def get_shard_map(self, job_id: str, *, deadline: timedelta | None = None) -> pb.GetShardMapResponse:
-        return self._caller.unary("GetShardMap", pb.GetShardMapRequest(job_id=job_id), pb.GetShardMapResponse, deadline)
+        return self._caller.unary("GetShardMap", pb.GetShardMapRequest(job_id=job_id, run=self.run), pb.GetShardMapResponse, deadline)
 
     def lease_batches(
         self,
@@ -127,6 +152,7 @@ class CoordinatorClient:
             keep=keep,
             returned=returned,
             batch_ms=batch_ms,
+            run=self.run,
         )
         return self._caller.unary("LeaseBatches", request, pb.LeaseBatchesResponse, deadline)
 
@@ -134,7 +160,7 @@ class CoordinatorClient:
         self, job_id: str, *, after_event_id: str = "", follow: bool = False, deadline: timedelta | None = None
     ) -> ResponseStream[pb.Event]:
         """Events, oldest first; with `follow` until cancelled. No deadline unless given."""
-        request = pb.WatchEventsRequest(job_id=job_id, after_event_id=after_event_id, follow=follow)
+        request = pb.WatchEventsRequest(job_id=job_id, after_event_id=after_event_id, follow=follow, run=self.run)
         return self._caller.stream("WatchEvents", request, pb.Event, deadline)
 
     def close(self) -> None:

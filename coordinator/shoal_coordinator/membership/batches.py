@@ -170,8 +170,8 @@ class Ledger:
 _KEYS_OF_AN_EPOCH: Final = 1 << 28
 
 
-def first_key_of(job_id: str, loader: str, epoch: int, begun_unix_ms: int) -> int:
+def first_key_of(job_id: str, run: int, loader: str, epoch: int, begun_unix_ms: int) -> int:
     """A number of 64 bits, above 0, with room for an epoch's batches behind it. Another run of the job has others, although its epochs have
     the same numbers: servers that go on with the values of the run before would take its batches for those."""
-    digest = hashlib.blake2b(f"{job_id}\n{loader}\n{epoch}\n{begun_unix_ms}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{job_id}\n{run}\n{loader}\n{epoch}\n{begun_unix_ms}".encode(), digest_size=8).digest()
     return max(1, int.from_bytes(digest, "little") // _KEYS_OF_AN_EPOCH) * _KEYS_OF_AN_EPOCH

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from shoal_coordinator.membership.batches import Epoch, Ledger, Loader, first_key_of
 from shoal_coordinator.membership.effects import Effect, Record
 from shoal_coordinator.membership.pulse import Pulse, Pulses
-from shoal_coordinator.membership.spec import Policy
-from shoal_coordinator.membership.state import Departure, JobState, Member, MemberPhase, Now, Server
+from shoal_coordinator.membership.spec import JobSpec, Policy
+from shoal_coordinator.membership.state import Departure, JobState, Member, MemberPhase, Now, PastRun, RunId, Server
 
 _MAPPINGS = frozenset({"members", "departed", "servers", "loaders", "population"})
 _WRITTEN_APART = frozenset({"generation", "layout", "moves"})
@@ -69,6 +69,10 @@ class Draft:
         self.policy = policy
         self.spec = state.spec
 
+        self.run = state.run
+        self.run_above = state.run_above
+        self.run_aliases = state.run_aliases
+        self.past_runs = state.past_runs
         self.phase = state.phase
         self.number = state.number
         self.generation = state.generation
@@ -78,6 +82,7 @@ class Draft:
         self.accusations = state.accusations
         self.ending = state.ending
         self.stop_reason = state.stop_reason
+        self.ended_unix_ms = state.ended_unix_ms
         self.departing = state.departing
         self.grace_until_ms = state.grace_until_ms
         self.incident = state.incident
@@ -106,12 +111,53 @@ class Draft:
         self._members: dict[str, Member] | None = None
         self._departed: dict[str, Departure] | None = None
         self._servers: dict[str, Server] | None = None
+        self._loaders = state.loaders
         self._population = Counter(state.population)
         self._ledgers: dict[tuple[str, int], Ledger] = {}
         self._dropped_epochs: set[tuple[str, int]] = set()
         self._changed_members: set[str] = set()
         self._changed_departed: set[str] = set()
         self._changed_servers: set[str] = set()
+        self._changed_loaders: set[str] = set()
+        """Beside those with ledgers: of a run that was over."""
+
+    # ---------------------------------------------------------------------------------------------------------------- runs
+
+    @property
+    def is_fresh(self) -> bool:
+        """The run has had no generation yet."""
+        return self.number == self.run_above
+
+    @property
+    def is_untouched(self) -> bool:
+        """No member was ever in the run."""
+        return self.is_fresh and not self.members and not self.departed
+
+    def begin_run(self, spec: JobSpec, run: RunId) -> None:
+        """All that is of the newest run goes, but for a summary; numbers of generations go on."""
+        past = PastRun(run=self.run, ended_unix_ms=self.ended_unix_ms, ending=self.ending, reason=self.stop_reason)
+        self._note_run_in_records()
+        self._changed_members |= self.members.keys()
+        self._changed_departed |= self.departed.keys()
+        self._changed_servers |= self.servers.keys()
+        self._changed_loaders |= self._loaders.keys() | {loader for loader, _ in self._ledgers}
+        self._members, self._departed, self._servers, self._loaders, self._population = {}, {}, {}, {}, Counter()
+        self._ledgers.clear()
+        self._dropped_epochs.clear()
+        self.broken.clear()
+        self.unplaced.clear()
+        fresh = JobState(
+            spec=spec,
+            run=run,
+            run_above=self.number,
+            number=self.number,
+            past_runs=(*self.past_runs, past)[-self.policy.most_past_runs :],
+        )
+        for name in _RESET:
+            setattr(self, name, getattr(fresh, name))
+
+    def _note_run_in_records(self) -> None:
+        self.records[:] = [record if record.run else replace(record, run=self.run.number) for record in self.records]
 
     # ------------------------------------------------------------------------------------------------------------ members
 
@@ -202,23 +248,23 @@ class Draft:
 
     def epochs_of(self, loader: str) -> set[int]:
         """Epochs of a loader that have leases."""
-        kept = self._before.loaders.get(loader)
+        kept = self._loaders.get(loader)
         before = {epoch for epoch in kept.epochs if (loader, epoch) not in self._dropped_epochs} if kept is not None else set()
         return before | {epoch for name, epoch in self._ledgers if name == loader}
 
     def count_loaders(self) -> int:
         """How many loaders have leases."""
-        return len(self._before.loaders.keys() | {loader for loader, _ in self._ledgers})
+        return len(self._loaders.keys() | {loader for loader, _ in self._ledgers})
 
     def ledger(self, loader: str, epoch: int) -> Ledger:
         """The working copy of an epoch that has leases."""
         if (loader, epoch) not in self._ledgers:
-            self._ledgers[loader, epoch] = Ledger(self._before.loaders[loader].epochs[epoch])
+            self._ledgers[loader, epoch] = Ledger(self._loaders[loader].epochs[epoch])
         return self._ledgers[loader, epoch]
 
     def open_epoch(self, loader: str, epoch: int, batches: int) -> None:
         """Begins an epoch; the oldest ones above Policy.epochs_kept are dropped."""
-        first_key = first_key_of(self.spec.job_id, loader, epoch, self.now.unix_ms)
+        first_key = first_key_of(self.spec.job_id, self.run.number, loader, epoch, self.now.unix_ms)
         before = self.epochs_of(loader)
         batch_ms = self.ledger(loader, max(before)).close().batch_ms if before else {}
         self._ledgers[loader, epoch] = Ledger(Epoch(batches=batches, first_key=first_key, batch_ms=batch_ms))
@@ -228,7 +274,7 @@ class Draft:
             self._dropped_epochs.add((loader, oldest))
 
     def _ledgers_holding(self, member_id: str) -> list[Ledger]:
-        for name, loader in self._before.loaders.items():
+        for name, loader in self._loaders.items():
             for epoch, kept in loader.epochs.items():
                 known = any(member_id in each for each in (kept.leased, kept.answers, kept.batch_ms))
                 if known and (name, epoch) not in self._dropped_epochs:
@@ -241,9 +287,14 @@ class Draft:
         """The state after all events, and what of it has to be written."""
         # An epoch is dropped only when a newer one was opened, so the changed loaders are those with ledgers.
         changed_loaders = frozenset(loader for (loader, _), ledger in self._ledgers.items() if ledger.changed)
-        loaders = {**self._before.loaders, **{name: self._close_loader(name) for name in changed_loaders}}
+        loaders = {**self._loaders, **{name: self._close_loader(name) for name in changed_loaders}}
+        self._note_run_in_records()
         state = JobState(
             spec=self.spec,
+            run=self.run,
+            run_above=self.run_above,
+            run_aliases=self.run_aliases,
+            past_runs=self.past_runs,
             phase=self.phase,
             number=self.number,
             generation=self.generation,
@@ -252,11 +303,12 @@ class Draft:
             servers=self.servers,
             layout=self.layout,
             moves=self.moves,
-            loaders=loaders if changed_loaders else self._before.loaders,
+            loaders=loaders if changed_loaders else self._loaders,
             last_order=self.last_order,
             accusations=self.accusations,
             ending=self.ending,
             stop_reason=self.stop_reason,
+            ended_unix_ms=self.ended_unix_ms,
             departing=self.departing,
             population=self._population,
             grace_until_ms=self.grace_until_ms,
@@ -282,13 +334,15 @@ class Draft:
             members=frozenset(self._changed_members),
             departed=frozenset(self._changed_departed),
             servers=frozenset(self._changed_servers),
-            loaders=changed_loaders,
+            loaders=changed_loaders | self._changed_loaders,
         )
         return state, changes
 
     def _close_loader(self, name: str) -> Loader:
-        epochs = {epoch: self._before.loaders[name].epochs[epoch] for epoch in self.epochs_of(name) if (name, epoch) not in self._ledgers}
+        epochs = {epoch: self._loaders[name].epochs[epoch] for epoch in self.epochs_of(name) if (name, epoch) not in self._ledgers}
         return Loader(epochs=epochs | {epoch: ledger.close() for (owner, epoch), ledger in self._ledgers.items() if owner == name})
 
 
+_RESET = tuple(item.name for item in fields(JobState) if item.name not in _MAPPINGS)
+"""What a new run begins with the defaults of, beside the mappings."""
 _HEADER = tuple(item.name for item in fields(JobState) if item.name not in _MAPPINGS | _WRITTEN_APART | _NOT_WRITTEN)

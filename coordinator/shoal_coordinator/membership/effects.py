@@ -160,10 +160,12 @@ class Record:
     """One entry of the job's event log, written together with the state."""
 
     kind: str
-    """job_created, member_joined, member_ready, member_lost, member_left, member_quarantined, drain_requested, generation_formed,
-    collective_failed, job_on_hold, step_stands, straggler_found, generations_lost, stop_requested, job_failed, job_finished,
-    server_registered, server_lost, server_promoted, backup_in_sync, backup_dropped, tensors_declared, partitions_moved, move_failed,
-    server_draining or server_drained."""
+    """job_created, run_began, run_resumed, member_joined, member_ready, member_lost, member_left, member_quarantined, drain_requested,
+    generation_formed, collective_failed, job_on_hold, step_stands, straggler_found, generations_lost, stop_requested, job_failed,
+    job_finished, server_registered, server_lost, server_promoted, backup_in_sync, backup_dropped, tensors_declared, partitions_moved,
+    move_failed, server_draining or server_drained."""
     generation: int = 0
     member_id: str = ""
     attributes: Mapping[str, str] = field(default_factory=dict)
+    run: int = 0
+    """Number of the job's run; the draft notes it."""

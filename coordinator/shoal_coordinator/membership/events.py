@@ -6,7 +6,8 @@ import enum
 from dataclasses import dataclass
 
 from shoal_coordinator.membership.shards import TensorSpec
-from shoal_coordinator.membership.state import Identity
+from shoal_coordinator.membership.spec import JobSpec
+from shoal_coordinator.membership.state import Identity, JobEnding, RunId
 
 
 class LeaveReason(enum.StrEnum):
@@ -120,6 +121,8 @@ class StopRequested:
     """Someone asks that all members leave."""
 
     reason: str
+    ending: JobEnding = JobEnding.STOPPED
+    """What a run comes to that never had a member: a plain script's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +135,10 @@ class ServerRegistered:
     host: str
     pid: int
     incarnation: str = ""
+    generation: int = 0
+    """The newest that it knows; 0: none."""
+    held_index: int | None = None
+    """The place whose partitions it holds; None: it holds none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,8 +209,37 @@ class BatchesLeased:
     """How long the member takes for a batch; 0: not known."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunWanted:
+    """Someone creates the job, which is there already: shoal.v1.CreateJobRequest."""
+
+    spec: JobSpec
+    run: RunId | None = None
+    resume: bool = False
+    follow: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfRun:
+    """Something that somebody does who belongs to a run."""
+
+    run: RunId
+    event: (
+        MemberJoined
+        | ExitReported
+        | DrainRequested
+        | StopRequested
+        | ServerRegistered
+        | ServerDrainRequested
+        | TensorsDeclared
+        | BatchesLeased
+    )
+
+
 Event = (
-    MemberJoined
+    RunWanted
+    | OfRun
+    | MemberJoined
     | MemberReady
     | MemberLost
     | LeaseEnded

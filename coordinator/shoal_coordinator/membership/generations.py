@@ -26,7 +26,7 @@ def generation_due(draft: Draft) -> None:
         return
     if draft.in_phase(MemberPhase.READY) == 0:
         draft.grace_until_ms = None
-    elif draft.number == 0 and draft.grace_until_ms is None:
+    elif draft.is_fresh and draft.grace_until_ms is None:
         # The coordinator was restarted before the first generation: the wait begins anew.
         draft.grace_until_ms = draft.now.ms + draft.spec.join_grace_ms
     if draft.phase is JobPhase.WAITING:
@@ -62,8 +62,8 @@ def _while_waiting(draft: Draft) -> None:
     joiners = _joiners(draft)
     all_here = min(draft.spec.max_workers, len(draft.generation.ranks)) if draft.generation is not None else draft.spec.max_workers
     if joiners >= all_here or _grace_is_over(draft):
-        form(draft, Cause.START if draft.number == 0 else Cause.FAILURE, f"{ready} members are ready", joiners=joiners)
-    elif draft.number > 0 and any(holds_state(draft, m) for m in draft.members.values() if m.phase is MemberPhase.READY):
+        form(draft, Cause.START if draft.is_fresh else Cause.FAILURE, f"{ready} members are ready", joiners=joiners)
+    elif not draft.is_fresh and any(holds_state(draft, m) for m in draft.members.values() if m.phase is MemberPhase.READY):
         form(draft, Cause.FAILURE, f"{ready} members are ready, enough to go on", joiners=joiners)
 
 

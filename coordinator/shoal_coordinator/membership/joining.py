@@ -52,15 +52,16 @@ def member_joined(draft: Draft, event: MemberJoined) -> Joined:
         )
     if draft.phase in (JobPhase.STOPPING, JobPhase.FINISHED):
         raise PreconditionError(
-            f"job {draft.spec.job_id} is {draft.phase} ({draft.stop_reason}) and takes no members; create one under another id",
-            reason=Refusal.JOB_CLOSED,
+            f"run {draft.run} of job {draft.spec.job_id} is {draft.phase} ({draft.stop_reason}) and takes no members; start it anew, as "
+            "the next run",
+            reason=Refusal.RUN_ENDED,
         )
     if len(draft.members) >= draft.policy.most_members:
         raise LimitError(
             f"job {draft.spec.job_id} has {len(draft.members)} members, which is all it can hold; stop some of those that stand by",
             reason=Refusal.MEMBERS_LIMIT,
         )
-    replays = draft.number > 0
+    replays = not draft.is_fresh
     draft.put_member(Member(identity=event.identity, phase=MemberPhase.JOINED, joined_unix_ms=draft.now.unix_ms, replays=replays))
     draft.records.append(Record(kind="member_joined", member_id=member_id, attributes={"host": event.identity.host}))
     return Joined(replays=replays, resumed=False)

@@ -119,10 +119,11 @@ def drain_requested(draft: Draft, event: DrainRequested) -> DrainNoted:
 
 
 def stop_requested(draft: Draft, event: StopRequested) -> None:
-    """Someone asks all members to leave at their next border. Asked again, or of a finished job, it changes nothing."""
-    if draft.phase in (JobPhase.STOPPING, JobPhase.FINISHED):
+    """Someone asks all members to leave at their next border. Asked again, or of a finished job, it changes nothing; nor does the word of a
+    plain script's launcher on how it ended, where there are members, or were: how such a run ends is theirs to say."""
+    if draft.phase in (JobPhase.STOPPING, JobPhase.FINISHED) or (event.ending is not JobEnding.STOPPED and not draft.is_untouched):
         return
-    draft.phase, draft.ending = JobPhase.STOPPING, JobEnding.STOPPED
+    draft.phase, draft.ending = JobPhase.STOPPING, event.ending
     draft.stop_reason = event.reason
     draft.records.append(Record(kind="stop_requested", attributes={"reason": event.reason}))
     for member in draft.members.values():
@@ -151,7 +152,7 @@ def _fail(draft: Draft, failure: str) -> None:
 def _finish(draft: Draft, reason: str) -> None:
     """The run is over. Members with a rank have confirmed the last step too and come to their end by themselves; the others are told, and
     spares, which may wait for a generation that their peers will not enter any more."""
-    draft.phase = JobPhase.FINISHED
+    draft.phase, draft.ended_unix_ms = JobPhase.FINISHED, draft.now.unix_ms
     draft.ending = draft.ending or JobEnding.COMPLETED
     draft.stop_reason = draft.stop_reason or reason
     draft.records.append(Record(kind="job_finished", generation=draft.number, attributes={"reason": reason}))

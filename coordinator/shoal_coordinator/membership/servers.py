@@ -42,6 +42,12 @@ def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
     if known is None and drained is not None and event.incarnation and drained.incarnation == event.incarnation:
         draft.effects.append(StopServer(server_id=event.server_id, reason=drained.reason))
         return Registered(index=drained.index)
+    if draft.phase is JobPhase.FINISHED and not draft.members and (known is None or known.incarnation != event.incarnation):
+        raise UnavailableError(
+            f"run {draft.run} of job {draft.spec.job_id} has ended ({draft.stop_reason}), and the next one has not begun: this server "
+            "waits for it",
+            reason=Refusal.RUN_ENDED,
+        )
     if known is not None and known.alive and (known.host, known.pid) != (event.host, event.pid):
         raise PreconditionError(
             f"server_id {event.server_id} belongs to process {known.pid} on {known.host}, whose lease has not ended; "
@@ -60,6 +66,7 @@ def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
         incarnation=event.incarnation,
         alive=True,
     )
+    _raise_number(draft, event)
     if server != known:
         draft.put_server(server)
         attributes = {
@@ -78,6 +85,18 @@ def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
     draft.effects.append(SendMembers(generation=draft.number, member_ids=_training(draft), server_id=server.server_id))
     tell_place(draft, server.index)
     return Registered(index=server.index)
+
+
+def _raise_number(draft: Draft, event: ServerRegistered) -> None:
+    """Gives no number again of generations that a server knows and Redis has lost: the server would take members of a new one for those
+    of an old one. Of another run it knows none."""
+    lost = event.generation - draft.number
+    if not 0 < lost <= draft.policy.most_lost_generations:
+        return
+    reason = f"Redis has lost generations {draft.number + 1} to {event.generation}, of which server {event.server_id} knows"
+    draft.number = event.generation
+    draft.reasons.append(reason)
+    draft.records.append(Record(kind="generations_lost", generation=draft.number, attributes={"reason": reason}))
 
 
 def server_lost(draft: Draft, event: ServerLost) -> None:
@@ -177,6 +196,8 @@ def _newcomer(draft: Draft, event: ServerRegistered) -> Server:
     """The place of a server that was never here: the first without a primary; in a job with backups, the first without a backup; then a
     further one, as long as the job may have more of them."""
     places = primaries(draft)
+    if draft.layout is None and event.held_index is not None and event.held_index not in places:
+        return _placed(event, event.held_index)  # Redis has lost the job, and the server has not
     staying = [index for index in places if index not in draft.moves.draining]
     for index in sorted({*staying, *(range(draft.spec.parameter_servers) if draft.layout is None else ())}):
         primary = places.get(index)

@@ -13,7 +13,7 @@ MOST_SERVERS: Final = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """A job's specification with the defaults filled in. Never changes."""
+    """A job's specification with the defaults filled in. Never changes while a run goes on."""
 
     job_id: str
     """1 to 64 characters of [A-Za-z0-9._-], starting with a letter or digit."""
@@ -108,6 +108,8 @@ class Policy:
     """How long after a move of partitions that failed its receiver is given something again; each further failure in a row doubles it, up
     to longest_move_retry_ms."""
     longest_move_retry_ms: int = 60_000
+    most_past_runs: int = 20
+    """Runs that are over and remembered, oldest forgotten first."""
     most_drained: int = 100
     """Drained servers that are remembered, oldest forgotten first."""
     batches_retry_after_ms: int = 20

@@ -65,6 +65,29 @@ class Cause(enum.StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunId:
+    """Names a run of a job."""
+
+    number: int = 1
+    """1, 2, 3, ... within a job."""
+    began_unix_ms: int = 0
+    """Tells it from a run that had its number before Redis lost the job. 0: not known, as of a job that an older release wrote."""
+
+    def __str__(self) -> str:
+        return str(self.number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PastRun:
+    """A run that is over."""
+
+    run: RunId
+    ended_unix_ms: int
+    ending: JobEnding
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Identity:
     """What a process says of itself when it joins."""
 
@@ -315,9 +338,17 @@ class JobState:
     """All of one job."""
 
     spec: JobSpec
+    run: RunId = RunId()
+    """The newest run. All below is of it, but for `number`."""
+    run_above: int = 0
+    """The run's generations have numbers above this one, the newest of the runs before."""
+    run_aliases: tuple[RunId, ...] = ()
+    """Who belongs to one of these belongs to `run`: they were begun after Redis had lost it, before its members were back."""
+    past_runs: tuple[PastRun, ...] = ()
+    """The newest of those that are over, up to Policy.most_past_runs, oldest first."""
     phase: JobPhase = JobPhase.WAITING
     number: int = 0
-    """Number of the newest generation; 0 before the first. Never falls."""
+    """Number of the newest generation; 0 before the first. Never falls, from one run to the next neither."""
     generation: Generation | None = None
     """The newest one, also when it is over because members are missing (phase WAITING)."""
     members: Mapping[str, Member] = field(default_factory=dict)
@@ -338,6 +369,8 @@ class JobState:
     """NONE if and only if the phase is neither STOPPING nor FINISHED. What has FAILED stays so."""
     stop_reason: str = ""
     """Why the job stops, or has stopped, in phases STOPPING and FINISHED."""
+    ended_unix_ms: int = 0
+    """When the run ended; 0: it has not, that is, the phase is not FINISHED."""
     departing: bool = False
     """A ranked member has left at the border where all stop: no generation is formed any more."""
 

@@ -23,6 +23,8 @@ from shoal_coordinator.membership.events import (
     MemberLost,
     MemberReady,
     MoveReported,
+    OfRun,
+    RunWanted,
     ServerDrainRequested,
     ServerLost,
     ServerRegistered,
@@ -48,14 +50,15 @@ from shoal_coordinator.membership.leaving import (
 from shoal_coordinator.membership.moves import move_reported, moves_due, server_drain_requested
 from shoal_coordinator.membership.pulse import Pulses
 from shoal_coordinator.membership.recovery import recovery_due
+from shoal_coordinator.membership.runs import RunEnding, RunGranted, check_run, run_wanted
 from shoal_coordinator.membership.servers import Registered, backup_reported, server_lost, server_registered, tensors_declared
 from shoal_coordinator.membership.shards import ShardLayout
 from shoal_coordinator.membership.spec import JobSpec, Policy
 from shoal_coordinator.membership.stalls import stalls_due
-from shoal_coordinator.membership.state import JobState, MemberPhase, Now
+from shoal_coordinator.membership.state import JobState, MemberPhase, Now, RunId
 from shoal_coordinator.membership.streams import stream_broken, streams_due
 
-Granted = Joined | ExitNoted | DrainNoted | Registered | ShardLayout | Leased | None
+Granted = RunGranted | RunEnding | Joined | ExitNoted | DrainNoted | Registered | ShardLayout | Leased | None
 """What a granted event is answered with; None: there is nothing to say."""
 
 Outcome = Granted | ShoalError
@@ -109,9 +112,9 @@ def transition(
     )
 
 
-def job_created(spec: JobSpec) -> JobState:
-    """The state of a new job."""
-    return JobState(spec=spec)
+def job_created(spec: JobSpec, run: RunId) -> JobState:
+    """The state of a new job, in its first run; in the run `run` that somebody is in, if the job was lost."""
+    return JobState(spec=spec, run=run)
 
 
 def next_wake_ms(state: JobState, now_ms: int, policy: Policy | None = None) -> int | None:
@@ -146,6 +149,11 @@ def _apply(draft: Draft, event: Event) -> Outcome:
 
 def _handle(draft: Draft, event: Event) -> Granted:
     match event:
+        case OfRun():
+            check_run(draft, event)
+            return _handle(draft, event.event)
+        case RunWanted():
+            return run_wanted(draft, event)
         case MemberJoined():
             return member_joined(draft, event)
         case MemberReady():

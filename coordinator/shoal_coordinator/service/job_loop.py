@@ -27,6 +27,7 @@ from shoal_coordinator.membership.events import (
     LeaseEnded,
     MemberLeft,
     MemberLost,
+    OfRun,
     ServerLost,
     StreamBroken,
 )
@@ -307,7 +308,7 @@ class JobLoop:
     def _observe(self, batch: list[Submitted], decided: Transition) -> None:
         for reason in decided.reasons:
             logger.info("%s", reason, extra={"job_id": self.state.spec.job_id})
-        losses = [s.noticed_s for s in batch if isinstance(s.event, MemberLost | LeaseEnded | StreamBroken | ExitReported | MemberLeft)]
+        losses = [s.noticed_s for s in batch if _may_lose(s.event)]
         if losses and self._loss_noticed_s is None:
             self._loss_noticed_s = min(losses)
         for effect in decided.effects:
@@ -339,6 +340,12 @@ async def within(answer: asyncio.Future[Granted], timeout_s: float) -> Granted:
         raise UnavailableError(
             f"waited {timeout_s:g} s for Redis to take this change; it may still be made. Ask again", reason=Refusal.STORAGE_UNAVAILABLE
         ) from None
+
+
+def _may_lose(event: Event) -> bool:
+    """Whether a member may be gone by it."""
+    event = event.event if isinstance(event, OfRun) else event
+    return isinstance(event, MemberLost | LeaseEnded | StreamBroken | ExitReported | MemberLeft)
 
 
 def _answer_all(batch: list[Submitted], error: ShoalError) -> None:

@@ -8,13 +8,15 @@ import logging
 import secrets
 from datetime import timedelta
 
-from shoal_common.errors import InternalError, PreconditionError, ShoalError, UnavailableError, UnknownResourceError
+from shoal_common.errors import InternalError, ShoalError, UnavailableError, UnknownResourceError
 from shoal_common.tasks import end_tasks
 
 from shoal_coordinator.membership.effects import Record
+from shoal_coordinator.membership.events import RunWanted
 from shoal_coordinator.membership.reasons import Refusal
-from shoal_coordinator.membership.spec import JobSpec, Policy
-from shoal_coordinator.membership.state import JobState
+from shoal_coordinator.membership.runs import RunEnding, RunGranted
+from shoal_coordinator.membership.spec import Policy
+from shoal_coordinator.membership.state import JobState, RunId
 from shoal_coordinator.membership.transition import job_created
 from shoal_coordinator.metrics import CoordinatorMetrics
 from shoal_coordinator.service.clock import Clock
@@ -64,11 +66,13 @@ class Jobs:
         """Returns the states of all jobs, by id. May be called on any thread."""
         return [loop.state for _, loop in sorted(self._loops.copy().items())]
 
-    async def create(self, spec: JobSpec, *, timeout_s: float) -> bool:
-        """Creates the job. False: an equal one was there. Raises PreconditionError if a different one was; UnavailableError."""
+    async def create(self, wanted: RunWanted, *, timeout_s: float) -> tuple[bool, RunGranted]:
+        """Creates the job, or finds it. Returns whether it was created, and which run the caller belongs to. Raises as `runs.run_wanted`;
+        UnavailableError also while members of a run that has ended are still there."""
+        spec = wanted.spec
         try:
             async with asyncio.timeout(timeout_s), self._creating:
-                created = spec.job_id not in self._loops and await self._create(spec)
+                created = spec.job_id not in self._loops and await self._create(wanted)
         except TimeoutError:
             raise UnavailableError(
                 f"waited {timeout_s:g} s for Redis to create job {spec.job_id}; ask again", reason=Refusal.STORAGE_UNAVAILABLE
@@ -76,14 +80,14 @@ class Jobs:
         except FencedError as error:
             self._fail(error)
             raise
-        there = self.get(spec.job_id).state.spec
-        if there != spec:
-            raise PreconditionError(
-                f"job {spec.job_id} exists with another specification: {_difference(there, spec)}; "
-                "use the same one, or create a job under another id",
-                reason=Refusal.JOB_CONFLICT,
-            )
-        return created
+        job = self.get(spec.job_id)
+        if created:
+            return True, RunGranted(run=job.state.run, begun=True, previous=None)
+        granted = await job.ask(wanted, timeout_s=timeout_s)
+        if isinstance(granted, RunEnding):
+            raise UnavailableError(f"{granted.why}; ask again", reason=Refusal.RUN_ENDING)
+        assert isinstance(granted, RunGranted)
+        return False, granted
 
     async def close(self, error: ShoalError) -> None:
         """Ends all streams with `error`, and all loops."""
@@ -92,17 +96,20 @@ class Jobs:
             loop.fail(error)
         await end_tasks(self._tasks.copy())
 
-    async def _create(self, spec: JobSpec) -> bool:
+    async def _create(self, wanted: RunWanted) -> bool:
+        spec, given = wanted.spec, wanted.run
         stored = await self._store.claim(spec.job_id)
         if stored is not None:
             self._start(stored)
             return False
-        state = job_created(spec)
+        # Of a job that was lost, whoever is in a run of it says in which.
+        run = RunId(number=1 if given is None else given.number, began_unix_ms=self._clock.now().unix_ms)
+        state = job_created(spec, given if given is not None and given.began_unix_ms else run)
         await self._store.register(spec.job_id)
         unix_ms = await self._store.commit(
             state,
             encode_changes(state, everything(state)),
-            [Record(kind="job_created")],
+            [Record(kind="job_created", run=state.run.number)],
             revision=0,
             commit_id=secrets.token_hex(8),
             durable=True,
@@ -168,8 +175,3 @@ class Jobs:
         loop.fail(UnknownResourceError(f"job {job_id!r} was forgotten: nobody was in it for too long", reason=Refusal.JOB_UNKNOWN))
         await self._store.forget(job_id)
         logger.info("job forgotten", extra={"job_id": job_id})
-
-
-def _difference(there: JobSpec, given: JobSpec) -> str:
-    names = [name for name in JobSpec.__dataclass_fields__ if getattr(there, name) != getattr(given, name)]
-    return ", ".join(f"{name} is {getattr(there, name)}, not {getattr(given, name)}" for name in names)

@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 from shoal_common.errors import InvalidRequestError, ShoalError, UnavailableError
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from shoal_coordinator.membership.events import Ending, Event, MemberJoined, MemberLost, MemberReady, StreamBroken
+from shoal_coordinator.membership.events import Ending, Event, MemberLost, MemberReady, StreamBroken
 from shoal_coordinator.membership.joining import Joined
 from shoal_coordinator.membership.pulse import attached, beaten, detached
 from shoal_coordinator.membership.reasons import Refusal
@@ -30,8 +30,8 @@ from shoal_coordinator.service.clock import Clock
 from shoal_coordinator.service.job_loop import JobLoop, within
 from shoal_coordinator.service.jobs import Jobs
 from shoal_coordinator.service.mailbox import Mailbox, Slot
-from shoal_coordinator.service.requests import parse_collective_failure, parse_heartbeat, parse_join, parse_leave
-from shoal_coordinator.service.responses import spec_message
+from shoal_coordinator.service.requests import of_run, parse_collective_failure, parse_heartbeat, parse_join, parse_leave
+from shoal_coordinator.service.responses import run_message, spec_message
 from shoal_coordinator.service.streams import first_message
 
 _MOST_UNDECIDED: Final = 64
@@ -69,7 +69,7 @@ class MemberSessions:
         mailbox = Mailbox()
         reader: asyncio.Task[None] | None = None
         try:
-            await self._join(job, event, mailbox)
+            await self._join(job, member_id, of_run(first.join.run, event), mailbox)
             reader = asyncio.create_task(self._read(job, member_id, mailbox, requests), name=f"member {member_id}")
             with self._metrics.sessions.labels("member").track_inprogress():
                 async for message in mailbox:
@@ -85,10 +85,9 @@ class MemberSessions:
 
     # ---------------------------------------------------------------------------------------------------- opening and ending
 
-    async def _join(self, job: JobLoop, event: MemberJoined, mailbox: Mailbox) -> None:
+    async def _join(self, job: JobLoop, member_id: str, event: Event, mailbox: Mailbox) -> None:
         """Raises the refusal; UnavailableError if Redis does not take the join in time: the member may ask again under the same id."""
         answer: asyncio.Future[Granted] = asyncio.get_running_loop().create_future()
-        member_id = event.identity.member_id
         key = (job.state.spec.job_id, member_id)
         told_to_ask_again = False
 
@@ -126,6 +125,7 @@ class MemberSessions:
             heartbeat_interval_ms=spec.heartbeat_interval_ms,
             joining=outcome.replays,
             store_url=self._store_url,
+            run=run_message(job.state.run),
         )
         mailbox.post(Slot.WELCOME, pb.MemberDirective(welcome=welcome).SerializeToString())
         job.sessions.attach_member(member_id, mailbox)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
 
 from shoal_common.errors import InvalidRequestError
 from shoal_common.tables.declaration import TableSpec, wrong_shape
@@ -21,6 +21,8 @@ from shoal_coordinator.membership.events import (
     MemberJoined,
     MemberLeft,
     MoveReported,
+    OfRun,
+    RunWanted,
     ServerDrainRequested,
     ServerRegistered,
     StopRequested,
@@ -29,7 +31,7 @@ from shoal_coordinator.membership.events import (
 from shoal_coordinator.membership.pulse import Progress
 from shoal_coordinator.membership.shards import ITEM_BYTES, TensorSpec
 from shoal_coordinator.membership.spec import DEFAULT_LEASE_MS, DEFAULT_STALL_TIMEOUT_MS, LARGEST_WORLD, MOST_SERVERS, JobSpec
-from shoal_coordinator.membership.state import Identity
+from shoal_coordinator.membership.state import Identity, JobEnding, RunId
 from shoal_coordinator.service import checks
 from shoal_coordinator.service.checks import number, wrong
 
@@ -44,10 +46,40 @@ _LEAVE_REASONS: Final = {
     pb.Leave.REASON_FINISHED: LeaveReason.FINISHED,
     pb.Leave.REASON_FAILED: LeaveReason.FAILED,
 }
+_STOPS: Final = {
+    pb.JOB_ENDING_UNSPECIFIED: JobEnding.STOPPED,
+    pb.JOB_ENDING_STOPPED: JobEnding.STOPPED,
+    pb.JOB_ENDING_COMPLETED: JobEnding.COMPLETED,
+    pb.JOB_ENDING_FAILED: JobEnding.FAILED,
+}
 _LONGEST_NAME: Final = 64
 _MOST_OUT_OF_REACH: Final = 64
 _LONGEST_S: Final = 1e9
 _EVENT_ID: Final = re.compile(r"[0-9]{1,19}(-[0-9]{1,19})?")
+
+
+def parse_creation(message: pb.CreateJobRequest) -> RunWanted:
+    """A job that is to be created, and which run of it."""
+    run = parse_run(message.run)
+    if message.follow and (run is None or not run.began_unix_ms or message.resume):
+        raise InvalidRequestError("follow: expected the run to follow, with its number and when it began, and not resume")
+    return RunWanted(spec=parse_spec(message.spec), run=run, resume=message.resume, follow=message.follow)
+
+
+def parse_run(message: pb.RunId) -> RunId | None:
+    """The run that a caller belongs to, or asks for; None: the newest."""
+    if message.number == 0 and message.began_unix_ms == 0:
+        return None
+    return RunId(
+        number=number("run.number", message.number, low=1),
+        began_unix_ms=number("run.began_unix_ms", message.began_unix_ms),
+    )
+
+
+def of_run(message: pb.RunId, event: Any) -> Any:
+    """The event, as what somebody of this run does."""
+    run = parse_run(message)
+    return event if run is None else OfRun(run=run, event=event)
 
 
 def parse_spec(message: pb.JobSpec) -> JobSpec:
@@ -176,7 +208,10 @@ def parse_drain(message: pb.DrainMemberRequest) -> DrainRequested:
 
 def parse_stop(message: pb.StopJobRequest) -> StopRequested:
     """Why all are to leave."""
-    return StopRequested(reason=checks.text("reason", message.reason, longest=LONGEST_DETAIL) or "stopped")
+    ending = _STOPS.get(message.ending)
+    if ending is None:
+        raise wrong("ending", message.ending, "JOB_ENDING_COMPLETED, JOB_ENDING_FAILED, JOB_ENDING_STOPPED or none")
+    return StopRequested(reason=checks.text("reason", message.reason, longest=LONGEST_DETAIL) or "stopped", ending=ending)
 
 
 def parse_registration(message: pb.RegisterServer) -> tuple[str, ServerRegistered]:
@@ -188,6 +223,8 @@ def parse_registration(message: pb.RegisterServer) -> tuple[str, ServerRegistere
         host=checks.host("register.host", message.host),
         pid=number("register.pid", message.pid, low=1),
         incarnation=checks.text("register.incarnation", message.incarnation, longest=64),
+        generation=number("register.generation", message.generation),
+        held_index=number("register.held_place", message.held_place, high=MOST_SERVERS) - 1 if message.held_place else None,
     )
     return checks.job_id(message.job_id), registered
 

@@ -10,7 +10,19 @@ from shoal_coordinator.membership.effects import SendMove, SendPlace
 from shoal_coordinator.membership.pulse import Progress, Pulse, Pulses
 from shoal_coordinator.membership.shards import Bucket, ShardLayout, Share, TensorSpec
 from shoal_coordinator.membership.spec import JobSpec
-from shoal_coordinator.membership.state import Cause, Generation, JobEnding, JobPhase, JobState, Member, MemberPhase, Server, ServerRole
+from shoal_coordinator.membership.state import (
+    Cause,
+    Generation,
+    JobEnding,
+    JobPhase,
+    JobState,
+    Member,
+    MemberPhase,
+    PastRun,
+    RunId,
+    Server,
+    ServerRole,
+)
 from shoal_coordinator.state.store import StoredEvent
 
 _SILENT_MS: Final = 5_000
@@ -39,6 +51,31 @@ CAUSES: Final = {
     Cause.FAILURE: pb.Generation.CAUSE_FAILURE,
     Cause.BORDER: pb.Generation.CAUSE_BORDER,
 }
+
+
+def run_message(run: RunId) -> pb.RunId:
+    """Names a run."""
+    return pb.RunId(number=run.number, began_unix_ms=run.began_unix_ms)
+
+
+def past_run_message(past: PastRun) -> pb.RunStatus:
+    """How a run ended."""
+    return pb.RunStatus(
+        run=run_message(past.run), ended_unix_ms=past.ended_unix_ms, ending=JOB_ENDINGS[past.ending], ending_reason=past.reason
+    )
+
+
+def ended_run_message(past: PastRun, state: JobState, now_unix_ms: int) -> pb.GetJobResponse:
+    """All that is known of a job's run that is over."""
+    return pb.GetJobResponse(
+        spec=spec_message(state.spec),
+        phase=pb.JOB_PHASE_FINISHED,
+        now_unix_ms=now_unix_ms,
+        ending=JOB_ENDINGS[past.ending],
+        ending_reason=past.reason,
+        run=run_message(past.run),
+        past_runs=[past_run_message(each) for each in state.past_runs],
+    )
 
 
 def spec_message(spec: JobSpec) -> pb.JobSpec:
@@ -101,6 +138,8 @@ def job_message(state: JobState, pulses: Pulses, now_unix_ms: int, *, now_ms: in
         ending=JOB_ENDINGS[state.ending],
         ending_reason=state.stop_reason,
         waits_for=state.stall.text if state.stall is not None else "",
+        run=run_message(state.run),
+        past_runs=[past_run_message(past) for past in state.past_runs],
     )
 
 
@@ -111,6 +150,7 @@ def summary_message(state: JobState) -> pb.JobSummary:
         phase=JOB_PHASES[state.phase],
         generation=state.number,
         world_size=0 if state.generation is None else len(state.generation.ranks),
+        run=run_message(state.run),
     )
 
 
@@ -184,6 +224,7 @@ def event_message(event: StoredEvent) -> pb.Event:
         generation=record.generation,
         member_id=record.member_id,
         attributes=record.attributes,
+        run=record.run,
     )
 
 

@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from shoal_common.errors import InvalidRequestError, ShoalError
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from shoal_coordinator.membership.events import Ending, ServerLost, ServerRegistered
+from shoal_coordinator.membership.events import Ending, Event, ServerLost
 from shoal_coordinator.membership.pulse import ServerPulse
 from shoal_coordinator.membership.servers import Registered
 from shoal_coordinator.membership.transition import Granted, Outcome
@@ -22,8 +22,8 @@ from shoal_coordinator.service.clock import Clock
 from shoal_coordinator.service.job_loop import JobLoop, within
 from shoal_coordinator.service.jobs import Jobs
 from shoal_coordinator.service.mailbox import Mailbox, Slot
-from shoal_coordinator.service.requests import parse_backup_report, parse_move_report, parse_registration
-from shoal_coordinator.service.responses import spec_message
+from shoal_coordinator.service.requests import of_run, parse_backup_report, parse_move_report, parse_registration
+from shoal_coordinator.service.responses import run_message, spec_message
 from shoal_coordinator.service.streams import first_message
 
 
@@ -46,7 +46,7 @@ class ServerSessions:
         mailbox = Mailbox()
         reader: asyncio.Task[None] | None = None
         try:
-            await self._register(job, event, mailbox)
+            await self._register(job, event.server_id, of_run(first.register.run, event), mailbox)
             reader = asyncio.create_task(self._read(job, event.server_id, mailbox, requests), name=f"server {event.server_id}")
             with self._metrics.sessions.labels("server").track_inprogress():
                 async for message in mailbox:
@@ -56,9 +56,9 @@ class ServerSessions:
                 reader.cancel()
             self._detach(job, event.server_id, mailbox)
 
-    async def _register(self, job: JobLoop, event: ServerRegistered, mailbox: Mailbox) -> None:
+    async def _register(self, job: JobLoop, server_id: str, event: Event, mailbox: Mailbox) -> None:
         answer: asyncio.Future[Granted] = asyncio.get_running_loop().create_future()
-        key = (job.state.spec.job_id, event.server_id)
+        key = (job.state.spec.job_id, server_id)
 
         def done(outcome: Outcome) -> None:
             self._registering[key] -= 1
@@ -67,18 +67,21 @@ class ServerSessions:
             if isinstance(outcome, ShoalError):
                 if not answer.done():
                     answer.set_exception(outcome)
-                self._check(job, event.server_id)
+                self._check(job, server_id)
             elif isinstance(outcome, Registered):
                 spec = job.state.spec
                 welcome = pb.ServerWelcome(
-                    server_index=outcome.index, heartbeat_interval_ms=spec.heartbeat_interval_ms, spec=spec_message(spec)
+                    server_index=outcome.index,
+                    heartbeat_interval_ms=spec.heartbeat_interval_ms,
+                    spec=spec_message(spec),
+                    run=run_message(job.state.run),
                 )
                 mailbox.post(Slot.WELCOME, pb.ServerDirective(welcome=welcome).SerializeToString())
-                job.sessions.attach_server(event.server_id, mailbox)
-                if event.server_id in job.state.servers:  # else it was drained, and is told to end
-                    job.set_server_pulse(event.server_id, ServerPulse(heard_ms=self._clock.now().ms))
+                job.sessions.attach_server(server_id, mailbox)
+                if server_id in job.state.servers:  # else it was drained, and is told to end
+                    job.set_server_pulse(server_id, ServerPulse(heard_ms=self._clock.now().ms))
                 if answer.done():
-                    self._detach(job, event.server_id, mailbox)
+                    self._detach(job, server_id, mailbox)
                 else:
                     answer.set_result(outcome)
 

@@ -13,15 +13,18 @@ from typing import Any, Final
 from shoal_common.errors import PreconditionError
 from shoal_protos.v1 import coordinator_pb2 as pb
 
+from shoal_coordinator.membership import runs
 from shoal_coordinator.membership.leases import Leased
 from shoal_coordinator.membership.leaving import DrainNoted, ExitNoted
 from shoal_coordinator.membership.reasons import Refusal
 from shoal_coordinator.membership.shards import ShardLayout
+from shoal_coordinator.membership.state import JobState, RunId
 from shoal_coordinator.service import checks, requests, responses
 from shoal_coordinator.service.clock import Clock
 from shoal_coordinator.service.job_loop import JobLoop
 from shoal_coordinator.service.jobs import Jobs
 from shoal_coordinator.service.member_sessions import MemberSessions
+from shoal_coordinator.service.requests import of_run
 from shoal_coordinator.service.server_sessions import ServerSessions
 from shoal_coordinator.state.store import JobStore
 
@@ -51,15 +54,26 @@ class CoordinatorServicer:
     # --------------------------------------------------------------------------------------------------------------- jobs
 
     async def CreateJob(self, request: pb.CreateJobRequest, context: Any) -> pb.CreateJobResponse:  # noqa: N802
-        """Creates a job, or finds the equal one."""
-        spec = requests.parse_spec(request.spec)
-        created = await self._jobs.create(spec, timeout_s=self._timeout_s)
-        return pb.CreateJobResponse(spec=responses.spec_message(spec), created=created)
+        """Creates a job, finds the equal one, or begins its next run."""
+        wanted = requests.parse_creation(request)
+        created, granted = await self._jobs.create(wanted, timeout_s=self._timeout_s)
+        return pb.CreateJobResponse(
+            spec=responses.spec_message(wanted.spec),
+            created=created,
+            run=responses.run_message(granted.run),
+            begun=granted.begun,
+            previous=None if granted.previous is None else responses.past_run_message(granted.previous),
+            now_unix_ms=self._clock.now().unix_ms,
+        )
 
     async def GetJob(self, request: pb.GetJobRequest, context: Any) -> pb.GetJobResponse:  # noqa: N802
         """A job's state, from memory: also while Redis is away."""
         job = self._job(request)
-        now = self._clock.now()
+        now, run = self._clock.now(), requests.parse_run(request.run)
+        if run is not None:
+            if (past := runs.find_past(job.state, run)) is not None:
+                return responses.ended_run_message(past, job.state, now.unix_ms)
+            self._check_run(job.state, run)
         return responses.job_message(job.state, job.pulses, now.unix_ms, now_ms=now.ms)
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: Any) -> pb.ListJobsResponse:  # noqa: N802
@@ -68,24 +82,24 @@ class CoordinatorServicer:
 
     async def ReportExit(self, request: pb.ReportExitRequest, context: Any) -> pb.ReportExitResponse:  # noqa: N802
         """A launcher saw a process end."""
-        noted = await self._job(request).ask(requests.parse_exit(request), timeout_s=self._timeout_s, keep=True)
+        noted = await self._job(request).ask(of_run(request.run, requests.parse_exit(request)), timeout_s=self._timeout_s, keep=True)
         assert isinstance(noted, ExitNoted)
         return pb.ReportExitResponse(was_member=noted.was_member, rank=noted.rank)
 
     async def DrainMember(self, request: pb.DrainMemberRequest, context: Any) -> pb.DrainMemberResponse:  # noqa: N802
         """Asks a member to leave."""
-        noted = await self._job(request).ask(requests.parse_drain(request), timeout_s=self._timeout_s, keep=True)
+        noted = await self._job(request).ask(of_run(request.run, requests.parse_drain(request)), timeout_s=self._timeout_s, keep=True)
         assert isinstance(noted, DrainNoted)
         return pb.DrainMemberResponse(member_id=noted.member_id)
 
     async def DrainServer(self, request: pb.DrainServerRequest, context: Any) -> pb.DrainServerResponse:  # noqa: N802
         """Asks that a parameter server's place is left."""
-        await self._job(request).ask(requests.parse_server_drain(request), timeout_s=self._timeout_s, keep=True)
+        await self._job(request).ask(of_run(request.run, requests.parse_server_drain(request)), timeout_s=self._timeout_s, keep=True)
         return pb.DrainServerResponse()
 
     async def StopJob(self, request: pb.StopJobRequest, context: Any) -> pb.StopJobResponse:  # noqa: N802
         """Asks all members to leave."""
-        await self._job(request).ask(requests.parse_stop(request), timeout_s=self._timeout_s, keep=True)
+        await self._job(request).ask(of_run(request.run, requests.parse_stop(request)), timeout_s=self._timeout_s, keep=True)
         return pb.StopJobResponse()
 
     # ----------------------------------------------------------------------------------------------------------- sessions
@@ -107,13 +121,16 @@ class CoordinatorServicer:
     async def DeclareTensors(self, request: pb.DeclareTensorsRequest, context: Any) -> pb.DeclareTensorsResponse:  # noqa: N802
         """Lays out a model's tensors over the servers."""
         job = self._job(request)
-        layout = await job.ask(requests.parse_tensors(request), timeout_s=self._timeout_s)
+        layout = await job.ask(of_run(request.run, requests.parse_tensors(request)), timeout_s=self._timeout_s)
         assert isinstance(layout, ShardLayout)
         return pb.DeclareTensorsResponse(shard_map=responses.shard_map_message(layout, job.state))
 
     async def GetShardMap(self, request: pb.GetShardMapRequest, context: Any) -> pb.GetShardMapResponse:  # noqa: N802
         """The layout, from memory."""
         state = self._job(request).state
+        run = requests.parse_run(request.run)
+        if run is not None:
+            self._check_run(state, run)
         if state.layout is None:
             raise PreconditionError(
                 f"no member of job {state.spec.job_id} has declared its tensors; call DeclareTensors first",
@@ -123,7 +140,7 @@ class CoordinatorServicer:
 
     async def LeaseBatches(self, request: pb.LeaseBatchesRequest, context: Any) -> pb.LeaseBatchesResponse:  # noqa: N802
         """Leases batches."""
-        leased = await self._job(request).ask(requests.parse_lease(request), timeout_s=self._timeout_s)
+        leased = await self._job(request).ask(of_run(request.run, requests.parse_lease(request)), timeout_s=self._timeout_s)
         assert isinstance(leased, Leased)
         return pb.LeaseBatchesResponse(
             batches=leased.batches,
@@ -136,13 +153,14 @@ class CoordinatorServicer:
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.Event]:  # noqa: N802
         """A job's events."""
         job = self._job(request)
-        after = requests.parse_event_id(request.after_event_id)
+        after, run = requests.parse_event_id(request.after_event_id), requests.parse_run(request.run)
         while True:
             # Made before reading, so that a commit between the two is not waited for.
             committed = job.next_commit()
             events = await self._store.events(job.state.spec.job_id, after=after, count=_EVENTS_AT_ONCE)
             for event in events:
-                yield responses.event_message(event)
+                if run is None or run.number == event.record.run:
+                    yield responses.event_message(event)
                 after = event.event_id
             if len(events) == _EVENTS_AT_ONCE:
                 continue
@@ -151,6 +169,10 @@ class CoordinatorServicer:
             await committed.wait()
             if job.failure is not None:
                 raise job.failure
+
+    def _check_run(self, state: JobState, run: RunId) -> None:
+        if not runs.is_current(state, run):
+            raise runs.not_current(state, run, self._clock.now())
 
     def _job(self, request: Any) -> JobLoop:
         return self._jobs.get(checks.job_id(request.job_id))

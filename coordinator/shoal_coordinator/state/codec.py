@@ -35,7 +35,9 @@ from shoal_coordinator.membership.state import (
     MemberPhase,
     Move,
     Moves,
+    PastRun,
     Rank,
+    RunId,
     Server,
     ServerRole,
     populate,
@@ -45,6 +47,8 @@ T = TypeVar("T")
 
 FORMAT: Final = 3
 _HEADER: Final = ("number", "last_order", "stop_reason", "departing")
+_LATER: Final = ("run_above", "ended_unix_ms")
+"""Numbers of the header that older releases did not write: then they are 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,17 +65,14 @@ def encode_changes(state: JobState, changes: Changes) -> Written:
     remove: list[str] = []
     if changes.header:
         put["header"] = _dump(_header(state))
-    if changes.generation and state.generation is not None:
-        put["generation"] = _dump(_generation(state.generation))
-    if changes.layout and state.layout is not None:
-        put["layout"] = _dump(_layout(state.layout))
+    if changes.generation:
+        _write(put, remove, "generation", None if state.generation is None else _generation(state.generation))
+    if changes.layout:
+        _write(put, remove, "layout", None if state.layout is None else _layout(state.layout))
     if changes.moves:
         put["moves"] = _dump(asdict(state.moves))
     for name, value in _entries(state, changes):
-        if value is None:
-            remove.append(name)
-        else:
-            put[name] = _dump(value)
+        _write(put, remove, name, value)
     return Written(put=put, remove=tuple(remove))
 
 
@@ -110,6 +111,14 @@ def decode_state(written: Mapping[str, str]) -> JobState:
 # ------------------------------------------------------------------------------------------------------------------ writing
 
 
+def _write(put: dict[str, str], remove: list[str], name: str, value: Any) -> None:
+    """None: it is gone."""
+    if value is None:
+        remove.append(name)
+    else:
+        put[name] = _dump(value)
+
+
 def _entries(state: JobState, changes: Changes) -> Iterator[tuple[str, dict[str, Any] | None]]:
     """Name and value of each changed entry of a mapping; None: it is gone."""
     for member_id in changes.members:
@@ -130,10 +139,13 @@ def _header(state: JobState) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "spec": asdict(state.spec),
+        "run": asdict(state.run),
+        "run_aliases": [asdict(run) for run in state.run_aliases],
+        "past_runs": [asdict(past) for past in state.past_runs],
         "phase": state.phase,
         "ending": state.ending,
         "accusations": [[*pair, count] for pair, count in state.accusations.items()],
-        **{name: getattr(state, name) for name in _HEADER},
+        **{name: getattr(state, name) for name in (*_HEADER, *_LATER)},
     }
 
 
@@ -217,8 +229,20 @@ def _parse_header(value: Any) -> dict[str, Any]:
         "phase": JobPhase(value["phase"]),
         "ending": JobEnding(value.get("ending", "")),
         "accusations": {(first, second): count for first, second, count in value["accusations"]},
+        "run": _parse_run(value.get("run", {})),
+        "run_aliases": tuple(_parse_run(run) for run in value.get("run_aliases", ())),
+        "past_runs": tuple(_parse_past_run(past) for past in value.get("past_runs", ())),
         **{name: value[name] for name in _HEADER},
+        **{name: value.get(name, 0) for name in _LATER},
     }
+
+
+def _parse_run(value: Any) -> RunId:
+    return RunId(**value)
+
+
+def _parse_past_run(value: Any) -> PastRun:
+    return PastRun(**{**value, "run": _parse_run(value["run"]), "ending": JobEnding(value["ending"])})
 
 
 def _parse_member(value: Any) -> Member:

@@ -26,7 +26,7 @@ return {'OK', redis.call('HGETALL', KEYS[1])}
 COMMIT: Final = """
 -- KEYS: state, events. ARGV: epoch, revision that the change is based on (0: the job is new), commit id, longest event log, number of
 -- fields to set, of fields to delete, of events, milliseconds after which the job is forgotten (0: never); then field, value, ...;
--- field, ...; kind, generation, member id, attributes, ...
+-- field, ...; kind, generation, member id, attributes, run, ...
 -- Answers {'OK', seconds, microseconds} (Redis time), {'FENCED', epoch of the newer one}, {'BEHIND', revision} if what the change is
 -- based on is not here, or {'AHEAD', revision} if something else was written since.
 local stored = redis.call('HMGET', KEYS[1], 'epoch', 'revision', 'commit')
@@ -56,8 +56,8 @@ for _ = 1, tonumber(ARGV[6]) do
 end
 for _ = 1, tonumber(ARGV[7]) do
   redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[4], '*',
-    'kind', ARGV[at], 'generation', ARGV[at + 1], 'member_id', ARGV[at + 2], 'attributes', ARGV[at + 3])
-  at = at + 4
+    'kind', ARGV[at], 'generation', ARGV[at + 1], 'member_id', ARGV[at + 2], 'attributes', ARGV[at + 3], 'run', ARGV[at + 4])
+  at = at + 5
 end
 redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'revision', tostring(based_on + 1), 'commit', ARGV[3])
 for _, key in ipairs(KEYS) do

@@ -247,7 +247,7 @@ def _commit_arguments(
         arguments.extend(pair)
     arguments.extend(written.remove)
     for record in records:
-        arguments.extend((record.kind, str(record.generation), record.member_id, json.dumps(dict(record.attributes))))
+        arguments.extend((record.kind, str(record.generation), record.member_id, json.dumps(dict(record.attributes)), str(record.run)))
     return arguments
 
 
@@ -259,6 +259,7 @@ def _parse_event(event_id: bytes, fields: Mapping[bytes, bytes]) -> StoredEvent:
             generation=int(fields[b"generation"]),
             member_id=fields[b"member_id"].decode(),
             attributes=json.loads(fields[b"attributes"]),
+            run=int(fields.get(b"run", b"1")),  # an older release had one run in a job
         ),
     )
 

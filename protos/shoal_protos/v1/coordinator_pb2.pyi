@@ -75,28 +75,64 @@ class JobSpec(_message.Message):
     stall_timeout_ms: int
     def __init__(self, job_id: _Optional[str] = ..., min_workers: _Optional[int] = ..., max_workers: _Optional[int] = ..., parameter_servers: _Optional[int] = ..., parameter_server_backups: _Optional[int] = ..., max_parameter_servers: _Optional[int] = ..., join_grace_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ..., stall_timeout_ms: _Optional[int] = ...) -> None: ...
 
+class RunId(_message.Message):
+    __slots__ = ("number", "began_unix_ms")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BEGAN_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    began_unix_ms: int
+    def __init__(self, number: _Optional[int] = ..., began_unix_ms: _Optional[int] = ...) -> None: ...
+
+class RunStatus(_message.Message):
+    __slots__ = ("run", "ended_unix_ms", "ending", "ending_reason")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    ENDED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    ENDING_FIELD_NUMBER: _ClassVar[int]
+    ENDING_REASON_FIELD_NUMBER: _ClassVar[int]
+    run: RunId
+    ended_unix_ms: int
+    ending: JobEnding
+    ending_reason: str
+    def __init__(self, run: _Optional[_Union[RunId, _Mapping]] = ..., ended_unix_ms: _Optional[int] = ..., ending: _Optional[_Union[JobEnding, str]] = ..., ending_reason: _Optional[str] = ...) -> None: ...
+
 class CreateJobRequest(_message.Message):
-    __slots__ = ("spec",)
+    __slots__ = ("spec", "run", "resume", "follow")
     SPEC_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_FIELD_NUMBER: _ClassVar[int]
     spec: JobSpec
-    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ...) -> None: ...
+    run: RunId
+    resume: bool
+    follow: bool
+    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., run: _Optional[_Union[RunId, _Mapping]] = ..., resume: _Optional[bool] = ..., follow: _Optional[bool] = ...) -> None: ...
 
 class CreateJobResponse(_message.Message):
-    __slots__ = ("spec", "created")
+    __slots__ = ("spec", "created", "run", "begun", "previous", "now_unix_ms")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_FIELD_NUMBER: _ClassVar[int]
+    NOW_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     spec: JobSpec
     created: bool
-    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., created: _Optional[bool] = ...) -> None: ...
+    run: RunId
+    begun: bool
+    previous: RunStatus
+    now_unix_ms: int
+    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., created: _Optional[bool] = ..., run: _Optional[_Union[RunId, _Mapping]] = ..., begun: _Optional[bool] = ..., previous: _Optional[_Union[RunStatus, _Mapping]] = ..., now_unix_ms: _Optional[int] = ...) -> None: ...
 
 class GetJobRequest(_message.Message):
-    __slots__ = ("job_id",)
+    __slots__ = ("job_id", "run")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     job_id: str
-    def __init__(self, job_id: _Optional[str] = ...) -> None: ...
+    run: RunId
+    def __init__(self, job_id: _Optional[str] = ..., run: _Optional[_Union[RunId, _Mapping]] = ...) -> None: ...
 
 class GetJobResponse(_message.Message):
-    __slots__ = ("spec", "phase", "generation", "members", "servers", "now_unix_ms", "ending", "ending_reason", "waits_for")
+    __slots__ = ("spec", "phase", "generation", "members", "servers", "now_unix_ms", "ending", "ending_reason", "waits_for", "run", "past_runs")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -106,6 +142,8 @@ class GetJobResponse(_message.Message):
     ENDING_FIELD_NUMBER: _ClassVar[int]
     ENDING_REASON_FIELD_NUMBER: _ClassVar[int]
     WAITS_FOR_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    PAST_RUNS_FIELD_NUMBER: _ClassVar[int]
     spec: JobSpec
     phase: JobPhase
     generation: Generation
@@ -115,7 +153,9 @@ class GetJobResponse(_message.Message):
     ending: JobEnding
     ending_reason: str
     waits_for: str
-    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., phase: _Optional[_Union[JobPhase, str]] = ..., generation: _Optional[_Union[Generation, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[ServerStatus, _Mapping]]] = ..., now_unix_ms: _Optional[int] = ..., ending: _Optional[_Union[JobEnding, str]] = ..., ending_reason: _Optional[str] = ..., waits_for: _Optional[str] = ...) -> None: ...
+    run: RunId
+    past_runs: _containers.RepeatedCompositeFieldContainer[RunStatus]
+    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., phase: _Optional[_Union[JobPhase, str]] = ..., generation: _Optional[_Union[Generation, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[ServerStatus, _Mapping]]] = ..., now_unix_ms: _Optional[int] = ..., ending: _Optional[_Union[JobEnding, str]] = ..., ending_reason: _Optional[str] = ..., waits_for: _Optional[str] = ..., run: _Optional[_Union[RunId, _Mapping]] = ..., past_runs: _Optional[_Iterable[_Union[RunStatus, _Mapping]]] = ...) -> None: ...
 
 class ListJobsRequest(_message.Message):
     __slots__ = ()
@@ -128,16 +168,18 @@ class ListJobsResponse(_message.Message):
     def __init__(self, jobs: _Optional[_Iterable[_Union[JobSummary, _Mapping]]] = ...) -> None: ...
 
 class JobSummary(_message.Message):
-    __slots__ = ("job_id", "phase", "generation", "world_size")
+    __slots__ = ("job_id", "phase", "generation", "world_size", "run")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     phase: JobPhase
     generation: int
     world_size: int
-    def __init__(self, job_id: _Optional[str] = ..., phase: _Optional[_Union[JobPhase, str]] = ..., generation: _Optional[int] = ..., world_size: _Optional[int] = ...) -> None: ...
+    run: RunId
+    def __init__(self, job_id: _Optional[str] = ..., phase: _Optional[_Union[JobPhase, str]] = ..., generation: _Optional[int] = ..., world_size: _Optional[int] = ..., run: _Optional[_Union[RunId, _Mapping]] = ...) -> None: ...
 
 class MemberStatus(_message.Message):
     __slots__ = ("member_id", "phase", "rank", "host", "pid", "metrics_address", "progress", "joined_unix_ms", "launcher_id", "note")
@@ -202,7 +244,7 @@ class MemberMessage(_message.Message):
     def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., collective_failure: _Optional[_Union[CollectiveFailure, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("job_id", "member_id", "host", "pid", "launcher_id", "local_index", "donor_address", "metrics_address", "last_generation", "donor_key", "last_world_size", "works_in")
+    __slots__ = ("job_id", "member_id", "host", "pid", "launcher_id", "local_index", "donor_address", "metrics_address", "last_generation", "donor_key", "last_world_size", "works_in", "run")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -215,6 +257,7 @@ class Join(_message.Message):
     DONOR_KEY_FIELD_NUMBER: _ClassVar[int]
     LAST_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     WORKS_IN_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     member_id: str
     host: str
@@ -227,19 +270,22 @@ class Join(_message.Message):
     donor_key: str
     last_world_size: int
     works_in: int
-    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., launcher_id: _Optional[str] = ..., local_index: _Optional[int] = ..., donor_address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., last_generation: _Optional[int] = ..., donor_key: _Optional[str] = ..., last_world_size: _Optional[int] = ..., works_in: _Optional[int] = ...) -> None: ...
+    run: RunId
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., launcher_id: _Optional[str] = ..., local_index: _Optional[int] = ..., donor_address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., last_generation: _Optional[int] = ..., donor_key: _Optional[str] = ..., last_world_size: _Optional[int] = ..., works_in: _Optional[int] = ..., run: _Optional[_Union[RunId, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("spec", "heartbeat_interval_ms", "joining", "store_url")
+    __slots__ = ("spec", "heartbeat_interval_ms", "joining", "store_url", "run")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
     JOINING_FIELD_NUMBER: _ClassVar[int]
     STORE_URL_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     spec: JobSpec
     heartbeat_interval_ms: int
     joining: bool
     store_url: str
-    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., heartbeat_interval_ms: _Optional[int] = ..., joining: _Optional[bool] = ..., store_url: _Optional[str] = ...) -> None: ...
+    run: RunId
+    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., heartbeat_interval_ms: _Optional[int] = ..., joining: _Optional[bool] = ..., store_url: _Optional[str] = ..., run: _Optional[_Union[RunId, _Mapping]] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("step", "epoch", "sequence", "samples_per_s", "loss", "step_time_s", "samples", "staleness", "waiting_s", "waiting_in", "busy_time_s", "cpu_s", "busy_link")
@@ -426,20 +472,22 @@ class Notice(_message.Message):
     def __init__(self, text: _Optional[str] = ...) -> None: ...
 
 class ReportExitRequest(_message.Message):
-    __slots__ = ("job_id", "member_id", "exit_code", "signal", "failure", "finished")
+    __slots__ = ("job_id", "member_id", "exit_code", "signal", "failure", "finished", "run")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
     SIGNAL_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     member_id: str
     exit_code: int
     signal: int
     failure: str
     finished: bool
-    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., exit_code: _Optional[int] = ..., signal: _Optional[int] = ..., failure: _Optional[str] = ..., finished: _Optional[bool] = ...) -> None: ...
+    run: RunId
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., exit_code: _Optional[int] = ..., signal: _Optional[int] = ..., failure: _Optional[str] = ..., finished: _Optional[bool] = ..., run: _Optional[_Union[RunId, _Mapping]] = ...) -> None: ...
 
 class ReportExitResponse(_message.Message):
     __slots__ = ("was_member", "rank")
@@ -450,16 +498,18 @@ class ReportExitResponse(_message.Message):
     def __init__(self, was_member: _Optional[bool] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class DrainMemberRequest(_message.Message):
-    __slots__ = ("job_id", "member_id", "rank", "reason")
+    __slots__ = ("job_id", "member_id", "rank", "reason", "run")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     member_id: str
     rank: int
     reason: str
-    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., rank: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    run: RunId
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., rank: _Optional[int] = ..., reason: _Optional[str] = ..., run: _Optional[_Union[RunId, _Mapping]] = ...) -> None: ...
 
 class DrainMemberResponse(_message.Message):
     __slots__ = ("member_id",)
@@ -468,12 +518,16 @@ class DrainMemberResponse(_message.Message):
     def __init__(self, member_id: _Optional[str] = ...) -> None: ...
 
 class StopJobRequest(_message.Message):
-    __slots__ = ("job_id", "reason")
+    __slots__ = ("job_id", "reason", "run", "ending")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    ENDING_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     reason: str
-    def __init__(self, job_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    run: RunId
+    ending: JobEnding
+    def __init__(self, job_id: _Optional[str] = ..., reason: _Optional[str] = ..., run: _Optional[_Union[RunId, _Mapping]] = ..., ending: _Optional[_Union[JobEnding, str]] = ...) -> None: ...
 
 class StopJobResponse(_message.Message):
     __slots__ = ()
@@ -492,7 +546,7 @@ class ServerMessage(_message.Message):
     def __init__(self, register: _Optional[_Union[RegisterServer, _Mapping]] = ..., heartbeat: _Optional[_Union[ServerHeartbeat, _Mapping]] = ..., backup: _Optional[_Union[BackupReport, _Mapping]] = ..., move: _Optional[_Union[MoveReport, _Mapping]] = ...) -> None: ...
 
 class RegisterServer(_message.Message):
-    __slots__ = ("job_id", "server_id", "address", "metrics_address", "host", "pid", "incarnation")
+    __slots__ = ("job_id", "server_id", "address", "metrics_address", "host", "pid", "incarnation", "run", "generation", "held_place")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -500,6 +554,9 @@ class RegisterServer(_message.Message):
     HOST_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    HELD_PLACE_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     server_id: str
     address: str
@@ -507,7 +564,10 @@ class RegisterServer(_message.Message):
     host: str
     pid: int
     incarnation: str
-    def __init__(self, job_id: _Optional[str] = ..., server_id: _Optional[str] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., incarnation: _Optional[str] = ...) -> None: ...
+    run: RunId
+    generation: int
+    held_place: int
+    def __init__(self, job_id: _Optional[str] = ..., server_id: _Optional[str] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., incarnation: _Optional[str] = ..., run: _Optional[_Union[RunId, _Mapping]] = ..., generation: _Optional[int] = ..., held_place: _Optional[int] = ...) -> None: ...
 
 class ServerHeartbeat(_message.Message):
     __slots__ = ("stored_bytes",)
@@ -592,28 +652,32 @@ class ServerPlace(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., role: _Optional[_Union[ServerRole, str]] = ..., primary_address: _Optional[str] = ..., backup_id: _Optional[str] = ..., in_sync: _Optional[bool] = ...) -> None: ...
 
 class DrainServerRequest(_message.Message):
-    __slots__ = ("job_id", "server_id", "reason")
+    __slots__ = ("job_id", "server_id", "reason", "run")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     server_id: str
     reason: str
-    def __init__(self, job_id: _Optional[str] = ..., server_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    run: RunId
+    def __init__(self, job_id: _Optional[str] = ..., server_id: _Optional[str] = ..., reason: _Optional[str] = ..., run: _Optional[_Union[RunId, _Mapping]] = ...) -> None: ...
 
 class DrainServerResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class ServerWelcome(_message.Message):
-    __slots__ = ("server_index", "heartbeat_interval_ms", "spec")
+    __slots__ = ("server_index", "heartbeat_interval_ms", "spec", "run")
     SERVER_INDEX_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     server_index: int
     heartbeat_interval_ms: int
     spec: JobSpec
-    def __init__(self, server_index: _Optional[int] = ..., heartbeat_interval_ms: _Optional[int] = ..., spec: _Optional[_Union[JobSpec, _Mapping]] = ...) -> None: ...
+    run: RunId
+    def __init__(self, server_index: _Optional[int] = ..., heartbeat_interval_ms: _Optional[int] = ..., spec: _Optional[_Union[JobSpec, _Mapping]] = ..., run: _Optional[_Union[RunId, _Mapping]] = ...) -> None: ...
 
 class Members(_message.Message):
     __slots__ = ("generation", "member_ids")
@@ -667,12 +731,14 @@ class TableSpec(_message.Message):
     def __init__(self, buckets: _Optional[int] = ..., seed: _Optional[int] = ..., initializer: _Optional[str] = ..., scale: _Optional[float] = ..., optimizer: _Optional[str] = ..., hyperparameters: _Optional[_Mapping[str, float]] = ..., max_age: _Optional[int] = ..., max_rows: _Optional[int] = ...) -> None: ...
 
 class DeclareTensorsRequest(_message.Message):
-    __slots__ = ("job_id", "tensors")
+    __slots__ = ("job_id", "tensors", "run")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
-    def __init__(self, job_id: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ...) -> None: ...
+    run: RunId
+    def __init__(self, job_id: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., run: _Optional[_Union[RunId, _Mapping]] = ...) -> None: ...
 
 class DeclareTensorsResponse(_message.Message):
     __slots__ = ("shard_map",)
@@ -681,10 +747,12 @@ class DeclareTensorsResponse(_message.Message):
     def __init__(self, shard_map: _Optional[_Union[ShardMap, _Mapping]] = ...) -> None: ...
 
 class GetShardMapRequest(_message.Message):
-    __slots__ = ("job_id",)
+    __slots__ = ("job_id", "run")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     job_id: str
-    def __init__(self, job_id: _Optional[str] = ...) -> None: ...
+    run: RunId
+    def __init__(self, job_id: _Optional[str] = ..., run: _Optional[_Union[RunId, _Mapping]] = ...) -> None: ...
 
 class GetShardMapResponse(_message.Message):
     __slots__ = ("shard_map",)
@@ -735,7 +803,7 @@ class Piece(_message.Message):
     def __init__(self, tensor_index: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class LeaseBatchesRequest(_message.Message):
-    __slots__ = ("job_id", "member_id", "loader", "epoch", "batches_in_epoch", "want", "finished", "sequence", "keep", "returned", "batch_ms")
+    __slots__ = ("job_id", "member_id", "loader", "epoch", "batches_in_epoch", "want", "finished", "sequence", "keep", "returned", "run", "batch_ms")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     LOADER_FIELD_NUMBER: _ClassVar[int]
@@ -746,6 +814,7 @@ class LeaseBatchesRequest(_message.Message):
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     KEEP_FIELD_NUMBER: _ClassVar[int]
     RETURNED_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     BATCH_MS_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     member_id: str
@@ -757,8 +826,9 @@ class LeaseBatchesRequest(_message.Message):
     sequence: int
     keep: bool
     returned: _containers.RepeatedScalarFieldContainer[int]
+    run: RunId
     batch_ms: int
-    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., loader: _Optional[str] = ..., epoch: _Optional[int] = ..., batches_in_epoch: _Optional[int] = ..., want: _Optional[int] = ..., finished: _Optional[_Iterable[int]] = ..., sequence: _Optional[int] = ..., keep: _Optional[bool] = ..., returned: _Optional[_Iterable[int]] = ..., batch_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., loader: _Optional[str] = ..., epoch: _Optional[int] = ..., batches_in_epoch: _Optional[int] = ..., want: _Optional[int] = ..., finished: _Optional[_Iterable[int]] = ..., sequence: _Optional[int] = ..., keep: _Optional[bool] = ..., returned: _Optional[_Iterable[int]] = ..., run: _Optional[_Union[RunId, _Mapping]] = ..., batch_ms: _Optional[int] = ...) -> None: ...
 
 class LeaseBatchesResponse(_message.Message):
     __slots__ = ("batches", "epoch_done", "retry_after_ms", "newest_epoch", "first_key")
@@ -775,17 +845,19 @@ class LeaseBatchesResponse(_message.Message):
     def __init__(self, batches: _Optional[_Iterable[int]] = ..., epoch_done: _Optional[bool] = ..., retry_after_ms: _Optional[int] = ..., newest_epoch: _Optional[int] = ..., first_key: _Optional[int] = ...) -> None: ...
 
 class WatchEventsRequest(_message.Message):
-    __slots__ = ("job_id", "after_event_id", "follow")
+    __slots__ = ("job_id", "after_event_id", "follow", "run")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     AFTER_EVENT_ID_FIELD_NUMBER: _ClassVar[int]
     FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     after_event_id: str
     follow: bool
-    def __init__(self, job_id: _Optional[str] = ..., after_event_id: _Optional[str] = ..., follow: _Optional[bool] = ...) -> None: ...
+    run: RunId
+    def __init__(self, job_id: _Optional[str] = ..., after_event_id: _Optional[str] = ..., follow: _Optional[bool] = ..., run: _Optional[_Union[RunId, _Mapping]] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("event_id", "unix_ms", "kind", "generation", "member_id", "attributes")
+    __slots__ = ("event_id", "unix_ms", "kind", "generation", "member_id", "attributes", "run")
     class AttributesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -799,10 +871,12 @@ class Event(_message.Message):
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     ATTRIBUTES_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     event_id: str
     unix_ms: int
     kind: str
     generation: int
     member_id: str
     attributes: _containers.ScalarMap[str, str]
-    def __init__(self, event_id: _Optional[str] = ..., unix_ms: _Optional[int] = ..., kind: _Optional[str] = ..., generation: _Optional[int] = ..., member_id: _Optional[str] = ..., attributes: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    run: int
+    def __init__(self, event_id: _Optional[str] = ..., unix_ms: _Optional[int] = ..., kind: _Optional[str] = ..., generation: _Optional[int] = ..., member_id: _Optional[str] = ..., attributes: _Optional[_Mapping[str, str]] = ..., run: _Optional[int] = ...) -> None: ...

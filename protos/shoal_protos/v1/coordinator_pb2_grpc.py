@@ -31,6 +31,10 @@ class CoordinatorStub:
 
     Errors carry a google.rpc.ErrorInfo whose `reason` is a name from shoal_common.errors and whose domain is "shoal".
     Who may call what is decided by the bearer token's role: "admin" (everything), "worker", "server", "viewer" (read only).
+
+    A job has runs, one after another (docs/decisions/0205). Requests have a field `run`: the run that the caller belongs to; without it, the
+    newest. Who belongs to one that has ended is told so: FAILED_PRECONDITION / RUN_ENDED, which names the run, how it ended and the newest
+    one; FAILED_PRECONDITION / RUN_UNKNOWN where the coordinator has lost it, or another run has its number.
     """
 
     def __init__(self, channel):
@@ -112,18 +116,23 @@ class CoordinatorServicer:
 
     Errors carry a google.rpc.ErrorInfo whose `reason` is a name from shoal_common.errors and whose domain is "shoal".
     Who may call what is decided by the bearer token's role: "admin" (everything), "worker", "server", "viewer" (read only).
+
+    A job has runs, one after another (docs/decisions/0205). Requests have a field `run`: the run that the caller belongs to; without it, the
+    newest. Who belongs to one that has ended is told so: FAILED_PRECONDITION / RUN_ENDED, which names the run, how it ended and the newest
+    one; FAILED_PRECONDITION / RUN_UNKNOWN where the coordinator has lost it, or another run has its number.
     """
 
     def CreateJob(self, request, context):
-        """Creates a job. Idempotent: the same id with an equal specification returns the job, a different one is refused with
-        FAILED_PRECONDITION / JOB_CONFLICT. Called by launchers and by the SDK. Role: admin, worker.
+        """Creates a job, or begins its next run when the newest one has ended. Idempotent: while a run goes on, an equal specification returns it,
+        a different one is refused with FAILED_PRECONDITION / JOB_CONFLICT. UNAVAILABLE / RUN_ENDING: the newest run has ended and some of its
+        members are still there; ask again. Called by launchers and by the SDK. Role: admin, worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetJob(self, request, context):
-        """The whole observable state of one job. Role: any. NOT_FOUND / JOB_UNKNOWN.
+        """The whole observable state of one job; of a run that is over (`run`), how it ended. Role: any. NOT_FOUND / JOB_UNKNOWN.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -181,7 +190,8 @@ class CoordinatorServicer:
 
     def ServerSession(self, request_iterator, context):
         """One parameter server's session: register first, then heartbeats; the coordinator pushes membership (for ssp clocks).
-        A server belongs to one job. Role: server.
+        A server belongs to one run of one job. Where that has ended, and no further one has begun, a new server is told UNAVAILABLE / RUN_ENDED:
+        it waits and asks again. Role: server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -301,6 +311,10 @@ class Coordinator:
 
     Errors carry a google.rpc.ErrorInfo whose `reason` is a name from shoal_common.errors and whose domain is "shoal".
     Who may call what is decided by the bearer token's role: "admin" (everything), "worker", "server", "viewer" (read only).
+
+    A job has runs, one after another (docs/decisions/0205). Requests have a field `run`: the run that the caller belongs to; without it, the
+    newest. Who belongs to one that has ended is told so: FAILED_PRECONDITION / RUN_ENDED, which names the run, how it ended and the newest
+    one; FAILED_PRECONDITION / RUN_UNKNOWN where the coordinator has lost it, or another run has its number.
     """
 
     @staticmethod

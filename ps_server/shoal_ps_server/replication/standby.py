@@ -21,6 +21,7 @@ from shoal_common.errors import CorruptDataError, InternalError, ShoalError, Una
 from shoal_common.failpoints import failpoint
 from shoal_common.rpc.channel import ChannelSettings, aio_channel
 from shoal_common.rpc.status import from_rpc_error
+from shoal_common.runs import Run
 from shoal_common.settings import secret_value
 from shoal_common.tasks import end_tasks
 from shoal_common.telemetry import serve_metrics
@@ -28,7 +29,7 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_ps_server.metrics import Metrics
 from shoal_ps_server.replication.items import FORMAT_VERSION, PARTITION, RECORD, STATE, WHOLE, Item, received_items
-from shoal_ps_server.session import CoordinatorSession, MoveOrder, Place, this_process
+from shoal_ps_server.session import CoordinatorSession, Known, MoveOrder, Place, this_process
 from shoal_ps_server.settings import PsServerSettings
 from shoal_ps_server.shard.partition import PartitionImage
 from shoal_ps_server.storage.changes import Changes
@@ -76,14 +77,16 @@ class Standby:
     async def run(self, stop: asyncio.Event) -> Recovered | None:
         """Follows until this server is made the primary, and returns what it holds then; None: `stop` is set, or the job is over.
 
-        Raises the coordinator's refusal of this server's registration, CorruptDataError where this server is made the primary of what it
-        had before and cannot read, and InternalError when it is made one though a change could not be made.
+        Raises AnotherRunError, the coordinator's refusal of this server's registration, CorruptDataError where this server is made the
+        primary of what it had before and cannot read, and InternalError when it is made one though a change could not be made.
         """
         async with AsyncExitStack() as stack:
             http = stack.enter_context(serve_metrics(str(self._settings.http), self._registry, tokens=self._settings.token_table))
             session = CoordinatorSession(
                 ChannelSettings(address=str(self._settings.coordinator), tls=self._settings.tls, token=secret_value(self._settings.token)),
-                this_process(self._settings, address="", metrics_address=self._settings.advertised_http(http.port)),
+                this_process(
+                    self._settings, address="", metrics_address=self._settings.advertised_http(http.port), run=self._directory.run
+                ),
                 self,
             )
             stack.push_async_callback(session.close)
@@ -111,9 +114,15 @@ class Standby:
 
     # ------------------------------------------------------------------------------------------- the coordinator's listener
 
-    def welcomed(self, server_index: int, *, with_backups: bool) -> None:
+    def welcomed(self, server_index: int, *, with_backups: bool, run: Run | None) -> None:
         """The session is open."""
+        if run is not None:
+            self._directory.note_run(run)
         self._metrics.coordinator_connected.set(1)
+
+    def known(self) -> Known:
+        """Nothing: the primary's journal has it."""
+        return Known()
 
     def disconnected(self) -> None:
         """The session is broken; this server goes on following."""

@@ -57,6 +57,12 @@ class Standing:
         """The coordinator has said what this server is, or nobody else can be it."""
         return self._known.is_set()
 
+    @property
+    def held_index(self) -> int | None:
+        """The place whose partitions this server holds; None: it holds none."""
+        layout = self._layouts.current
+        return None if layout is None or self._has_given_all() else layout.server_index
+
     def welcomed(self, server_index: int, *, with_backups: bool) -> None:
         """See `Listener`."""
         if with_backups and not self._has_journal:

@@ -1,24 +1,36 @@
-"""A server's data directory: one snapshot in it, the journal of what came after it, and one server at a time."""
+"""A server's data directory: one snapshot in it, the journal of what came after it, and one server at a time.
+
+All that is of one run of the job, which the file `run` names. What is of a run that is over is set aside in folders of their own, `run-3`.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
+import shutil
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
 from shoal_common.errors import ConfigurationError
+from shoal_common.runs import Run
 
 from shoal_ps_server.storage.image import ServerImage
 from shoal_ps_server.storage.recovery import Recovered, recover
-from shoal_ps_server.storage.segments import JOURNAL_PREFIX, Owner, Segments, sync_directory
+from shoal_ps_server.storage.segments import JOURNAL_PREFIX, Owner, Segments, sync_directory, sync_file
 from shoal_ps_server.storage.snapshot import read_snapshot
 
 _SNAPSHOT: Final = "snapshot.safetensors"
 _LOCK: Final = "lock"
 _CLEARING: Final = "clearing"
 """While this file is there, nothing else in the directory counts."""
+_RUN: Final = "run"
+_ASIDE: Final = "run-"
+_SETTING_ASIDE: Final = "setting-aside"
+"""Names the folder that everything is being put into."""
+_RUNS_KEPT: Final = 2
+"""Folders of runs that are over."""
 
 
 class DataDirectory:
@@ -27,6 +39,8 @@ class DataDirectory:
     def __init__(self, path: Path) -> None:
         """Makes the directory if it is not there. ConfigurationError when it cannot be used or another server uses it."""
         self.path = path
+        self.run: Run | None = None
+        """The run of what is in it; None: nothing is."""
         self._segments: Segments | None = None
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -38,6 +52,10 @@ class DataDirectory:
         except OSError as error:
             os.close(self._lock)
             raise ConfigurationError(f"data_dir={path}: another server uses it; give each its own") from error
+        self._finish_setting_aside()
+        self.run = self._read_run()
+        if self.run is None:
+            self._write(_RUN, "")
 
     @property
     def snapshot(self) -> Path:
@@ -82,8 +100,66 @@ class DataDirectory:
         self._segments = Segments(self.path, Owner(job_id=job_id, server_id=server_id))
         self._segments.open()
 
+    def note_run(self, run: Run) -> None:
+        """What is in it from now on is of this run. On disk before anything else is. Raises ConfigurationError."""
+        if run == self.run:
+            return
+        try:
+            self._write(_RUN, f"{run}\n")
+        except OSError as error:
+            raise ConfigurationError(f"data_dir={self.path}: {error}; make room on its disk") from error
+        self.run = run
+
+    def set_aside(self) -> Path:
+        """Puts what is in it into a folder of its own, of which the newest ones are kept; returns that. Raises ConfigurationError."""
+        number = 1 if self.run is None else self.run.number
+        names = (f"{_ASIDE}{number}" + (f".{again}" if again else "") for again in itertools.count())
+        name = next(name for name in names if not (self.path / name).exists())
+        try:
+            self._write(_SETTING_ASIDE, name)
+            self._finish_setting_aside()
+            self._write(_RUN, "")
+            older = sorted(self.path.glob(f"{_ASIDE}*"), key=lambda folder: folder.stat().st_mtime_ns)
+            for folder in older[:-_RUNS_KEPT]:
+                shutil.rmtree(folder)
+        except OSError as error:
+            raise ConfigurationError(f"data_dir={self.path}: {error}; see to its disk, and to who may write there") from error
+        self.run, self._segments = None, None
+        return self.path / name
+
+    def _finish_setting_aside(self) -> None:
+        """A server that died while it set something aside is no hindrance."""
+        marker = self.path / _SETTING_ASIDE
+        if not marker.exists():
+            return
+        folder = self.path / marker.read_text().strip()
+        folder.mkdir(exist_ok=True)
+        for name in (*self._names(), _RUN):
+            if (self.path / name).exists():
+                (self.path / name).rename(folder / name)
+        sync_directory(folder)
+        sync_directory(self.path)
+        marker.unlink()
+
+    def _read_run(self) -> Run | None:
+        """An older release wrote no such file: then what is here is of the job's first run."""
+        if not (self.path / _RUN).exists():
+            return Run(number=1) if any((self.path / name).exists() for name in self._names()) else None
+        text = (self.path / _RUN).read_text().strip()
+        return Run.parse(text, what=str(self.path / _RUN)) if text else None
+
+    def _write(self, name: str, text: str) -> None:
+        temporary = self.path / f"{name}.tmp"
+        temporary.write_text(text)
+        sync_file(temporary)
+        temporary.rename(self.path / name)
+        sync_directory(self.path)
+
+    def _names(self) -> list[str]:
+        return [_SNAPSHOT, *(path.name for path in self.path.glob(f"{JOURNAL_PREFIX}*"))]
+
     def _remove_all(self) -> None:
-        for name in (_SNAPSHOT, *(path.name for path in self.path.glob(f"{JOURNAL_PREFIX}*"))):
+        for name in self._names():
             (self.path / name).unlink(missing_ok=True)
         sync_directory(self.path)
         (self.path / _CLEARING).unlink(missing_ok=True)

@@ -56,6 +56,23 @@ def run(
     rdzv_id: Annotated[
         str, typer.Option(help="The job's id, the same on all machines.", envvar="PET_RDZV_ID", show_envvar=False, show_default=False)
     ] = "",
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="The job's newest run goes on if it failed or was stopped, with its parameter servers' data; of a completed one it is an "
+            "error. Without it a start after the end is a new run; a run that was interrupted goes on in any case.",
+        ),
+    ] = False,
+    run_number: Annotated[
+        int,
+        typer.Option(
+            "--run",
+            help="Take part in this run of the job only: status 0 if it is completed. Default: the one that goes on, else the next.",
+            show_default=False,
+            min=0,
+        ),
+    ] = 0,
     rdzv_backend: Annotated[
         str, typer.Option(help="Accepted for torchrun's sake: it is always shoal.", envvar="PET_RDZV_BACKEND", show_envvar=False)
     ] = "shoal",
@@ -170,6 +187,8 @@ def run(
         workers=parse_workers(nproc_per_node),
         nodes=NodeRange.parse(nnodes),
         endpoint=endpoint,
+        run=run_number,
+        resume=resume,
         servers=servers,
         server_backups=server_backups,
         max_servers=max_servers,

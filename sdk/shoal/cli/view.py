@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import timedelta
 from typing import Any, Final
 
 from rich.console import Group, RenderableType
@@ -14,6 +15,7 @@ _PHASE_STYLES: Final = {"ranked": "green", "draining": "yellow", "quarantined": 
 _NOTHING: Final = "-"
 _ROLES: Final = {pb.SERVER_ROLE_PRIMARY: "primary", pb.SERVER_ROLE_BACKUP: "backup"}
 _LONG_S: Final = 2.0
+_MOST_PAST_RUNS: Final = 5
 
 
 def job_phase(job: pb.GetJobResponse) -> str:
@@ -38,15 +40,29 @@ def job_view(job: pb.GetJobResponse) -> RenderableType:
         parts.append(Text("no members any more" if job.generation.number else hint, style="dim"))
     if job.servers:
         parts.append(_server_table(job))
+    parts += [Text(_past_run(past, job.now_unix_ms), style="dim") for past in job.past_runs[-_MOST_PAST_RUNS:]]
     return Group(*parts)
 
 
 def _headline(job: pb.GetJobResponse) -> Text:
     ranked = sum(member.rank >= 0 for member in job.members)
-    text = Text.assemble((f"job {job.spec.job_id}", "bold"), f"  {job_phase(job)}, generation {job.generation.number}")
+    run = f", run {job.run.number}" if job.run.number > 1 else ""
+    text = Text.assemble((f"job {job.spec.job_id}", "bold"), f"{run}  {job_phase(job)}, generation {job.generation.number}")
     if job.phase != pb.JOB_PHASE_FINISHED:
         text.append(f", {ranked} of {job.spec.max_workers} workers have a rank")
     return text
+
+
+def run_ending(ending: pb.JobEnding) -> str:
+    """completed, stopped or failed."""
+    return str(pb.JobEnding.Name(ending)).removeprefix("JOB_ENDING_").lower()
+
+
+def _past_run(past: pb.RunStatus, now_unix_ms: int) -> str:
+    ago = timedelta(seconds=max(0, now_unix_ms - past.ended_unix_ms) // 1000)
+    took = timedelta(seconds=max(0, past.ended_unix_ms - past.run.began_unix_ms) // 1000)
+    why = f": {past.ending_reason}" if past.ending_reason else ""
+    return f"run {past.run.number} {run_ending(past.ending)} {ago} ago, after {took}{why}"
 
 
 def _note(member: pb.MemberStatus) -> str:
@@ -129,6 +145,7 @@ def job_json(job: pb.GetJobResponse) -> dict[str, Any]:
     spec = job.spec
     return {
         "job_id": spec.job_id,
+        "run": job.run.number,
         "phase": job_phase(job),
         "generation": job.generation.number,
         "world_size": len(job.generation.ranks),
@@ -151,6 +168,16 @@ def job_json(job: pb.GetJobResponse) -> dict[str, Any]:
                 "value_bytes": server.value_bytes,
             }
             for server in job.servers
+        ],
+        "past_runs": [
+            {
+                "run": past.run.number,
+                "began_unix_ms": past.run.began_unix_ms,
+                "ended_unix_ms": past.ended_unix_ms,
+                "ending": run_ending(past.ending),
+                "reason": past.ending_reason or None,
+            }
+            for past in job.past_runs
         ],
     }
 

@@ -27,7 +27,7 @@ from shoal.launcher.output import OutputPump
 from shoal.launcher.policy import Action, JobEnd, RestartPolicy, WorkerExit
 from shoal.launcher.process import ExitStatus, stop_all
 from shoal.launcher.settings import RunSettings
-from shoal.launcher.site import Ending, Site
+from shoal.launcher.site import Ending, RunCompletedError, Site
 from shoal.launcher.summary import failure_line
 from shoal.launcher.workers import Worker, WorkerStarter, all_ended, named
 
@@ -149,7 +149,12 @@ class Agent:
             self._finished.set_exception(error)
 
     async def _open(self) -> None:
-        self._reporter = await self._site.open(self._starter.launcher_id)
+        try:
+            self._reporter = await self._site.open(self._starter.launcher_id)
+        except RunCompletedError as over:
+            self._note(str(over))
+            self._finished.set_result(0)
+            return
         self._spawn(self._follow_moves())
         try:
             await self._site.keep()
@@ -229,6 +234,7 @@ class Agent:
                 self._note("the set of launchers has changed: starting all workers anew")
             await self._stop_workers(self._settings.shutdown_grace(elastic=False))
             self._node = await self._site.place(again=again)
+            self._starter.run = self._site.run
             if not self._ending:
                 self._policy.started_all()
                 self._stopping.clear()
@@ -368,7 +374,7 @@ class Agent:
     def _finish_as_known(self) -> None:
         code = self._policy.exit_code(signal_number=self._signal or 0)
         if self._policy.end is JobEnd.FAILED and self._policy.fatal is None:
-            self._note(f"job {self._settings.job_id} has failed: {self._why}; to run it again, give it another id (--rdzv-id)")
+            self._note(f"job {self._settings.job_id} has failed: {self._why}; started again, it is a new run")
         if not self._finished.done():
             self._finished.set_result(code)
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal_common.runs import Run
+
 
 @dataclass(frozen=True, kw_only=True)
 class NodePlacement:
@@ -44,6 +46,8 @@ class WorkerIdentity:
     coordinator: str
     """host:port"""
     job_id: str
+    run: Run | None
+    """The job's run that the launcher is in; None: the newest."""
     member_id: str
     launcher_id: str
     member_file: Path
@@ -90,6 +94,8 @@ def shoal_variables(identity: WorkerIdentity, *, index: int) -> dict[str, str]:
         "SHOAL_LOCAL_INDEX": str(index),
         "SHOAL_MEMBER_FILE": str(identity.member_file),
     }
+    if identity.run is not None:
+        variables["SHOAL_RUN"] = str(identity.run)
     if identity.allow_restart_from_scratch:
         variables["SHOAL_ALLOW_RESTART_FROM_SCRATCH"] = "1"
     if identity.metrics_listen is not None:

@@ -25,7 +25,7 @@ from shoal.launcher.environment import NodePlacement
 _PAUSE_S: Final = 0.5
 _FIRST_INTERVAL_S: Final = 1.0
 _LEAVE_TIMEOUT_S: Final = 5.0
-_JOB_CLOSED: Final = "JOB_CLOSED"
+_OVER: Final = ("RUN_ENDED", "RUN_UNKNOWN")
 _GENERATION_UNKNOWN: Final = "GENERATION_UNKNOWN"
 """The coordinator has lost its newest writes, or all."""
 
@@ -67,7 +67,7 @@ class NodeSession:
         self.stopped: str | None = None
         """Why the job was stopped."""
         self.error: ShoalError | None = None
-        """Why the session is over. With reason JOB_CLOSED the job has come to its end elsewhere."""
+        """Why the session is over. Where `is_closed`, the run has come to its end elsewhere."""
         self.works_in = 0
         """The generation that the launcher's workers were started in; the launcher sets it, heartbeats tell it."""
         self._client = client
@@ -78,6 +78,7 @@ class NodeSession:
             pid=os.getpid(),
             launcher_id=launcher_id,
             donor_address=address,
+            run=client.run,
             donor_key=uuid.uuid4().hex,  # names this start of the workers, over all incarnations of the session
         )
         self._on_change = on_change
@@ -91,8 +92,8 @@ class NodeSession:
 
     @property
     def is_closed(self) -> bool:
-        """The job has come to its end elsewhere: no more places, but no reason to stop either."""
-        return self.error is not None and self.error.reason == _JOB_CLOSED
+        """The run has come to its end elsewhere: no more places, but no reason to stop either."""
+        return self.error is not None and self.error.reason in _OVER
 
     def leave(self, reason: pb.Leave.Reason, detail: str) -> None:
         """Says goodbye and waits up to 5 s for the coordinator to hear it."""
@@ -127,7 +128,7 @@ class NodeSession:
             self._come_back(str(error))
 
     def _refused(self, error: ShoalError) -> None:
-        if error.reason == _JOB_CLOSED or (not isinstance(error, PreconditionError) and error.reason != _GENERATION_UNKNOWN):
+        if error.reason in _OVER or (not isinstance(error, PreconditionError) and error.reason != _GENERATION_UNKNOWN):
             self.error = error
             return
         self._come_back(str(error))

@@ -27,6 +27,7 @@ from shoal_common.errors import (
     UnavailableError,
     UnknownResourceError,
 )
+from shoal_common.runs import Run
 from shoal_common.settings import Address, parse_address
 from shoal_protos.v1 import coordinator_pb2 as pb
 
@@ -37,7 +38,7 @@ from shoal.launcher.node_session import NodeSession, Standing
 from shoal.launcher.ports import ReservedPort
 from shoal.launcher.reporter import ExitReporter
 from shoal.launcher.settings import RunSettings
-from shoal.launcher.site import Ending
+from shoal.launcher.site import Ending, RunCompletedError
 
 _CONNECT_TIMEOUT: Final = timedelta(seconds=60)
 _CALL_DEADLINE: Final = timedelta(seconds=2)
@@ -48,6 +49,7 @@ _REMINDER_S: Final = 10.0
 _WITHOUT_A_PLACE: Final = timedelta(seconds=60)
 """So long plain workers go on while their launcher has no place among the others: after a cut, all may come back to where they were."""
 _DEFAULT_MASTER_PORT: Final = 29500
+_RUN_ENDING: Final = "RUN_ENDING"
 
 
 class SharedSite:
@@ -60,6 +62,7 @@ class SharedSite:
         if settings.master_address is not None and settings.node_rank is None:
             raise ConfigurationError("--master-addr without --node-rank: give both, or neither and let the launchers agree")
         self.coordinator = settings.endpoint
+        self.run: Run | None = None
         self._settings = settings
         self._note = note
         self._client = CoordinatorClient(channel_settings(settings.endpoint))
@@ -78,6 +81,10 @@ class SharedSite:
         """What `moved` and `place` have told the agent last; None before the first place."""
         self._left_alone = False
         """The session was refused while workers ran: they go on, and nobody hears of launchers that come or go."""
+        self._before = ""
+        """How the run before ended, for people; empty: none is known."""
+        self._give_up_at = 0.0
+        """On the loop's clock: the end of the wait for other launchers."""
 
     def begin(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -86,10 +93,7 @@ class SharedSite:
 
     async def open(self, launcher_id: str) -> ExitReporter:
         self._launcher_id = launcher_id
-        await self._create(self._job())
-        if not self._settled:
-            await self._create(self._nodes_job)
-            self._join()
+        await self._enter_run()
         self._opened.set()
         return ExitReporter(self._client, job_id=self._settings.job_id, launcher_id=launcher_id)
 
@@ -113,6 +117,7 @@ class SharedSite:
         if again:
             await self._join_anew("its workers are started anew")
         timeout_s = self._settings.join_timeout.total_seconds()
+        self._give_up_at = self._loop.time() + timeout_s
         reminder = self._loop.create_task(self._say_who_is_missing())
         try:
             async with asyncio.timeout(timeout_s):
@@ -120,8 +125,9 @@ class SharedSite:
         except TimeoutError:
             why = self._session.standing.why if self._session is not None else ""
             raise DeadlineError(
-                f"{self._settings.nodes.least} launchers for job {self._settings.job_id} did not come together within {timeout_s:g} s"
+                f"{self._settings.nodes.least} launchers for {self._run_name} did not come together within {timeout_s:g} s"
                 + (f" ({why})" if why else "")
+                + (f"; {self._before}" if self._before else "")
             ) from None
         finally:
             reminder.cancel()
@@ -156,6 +162,8 @@ class SharedSite:
         try:
             if self._session is not None:
                 self._take_leave(self._session, ending)
+            if self.run is not None:
+                self._tell_end(ending)
         finally:
             self._client.close()
             if self._port is not None:
@@ -190,22 +198,62 @@ class SharedSite:
             join_grace=self._settings.effective_join_grace,
         )
 
-    async def _create(self, job: JobSettings) -> None:
-        """Creates a job at the coordinator, which may start later than its launchers."""
-        timeout_s = min(_CONNECT_TIMEOUT, self._settings.join_timeout).total_seconds()
-        deadline = self._loop.time() + timeout_s
+    @property
+    def _run_name(self) -> str:
+        """For people."""
+        return f"run {self.run.number} of job {self._settings.job_id}" if self.run is not None else f"job {self._settings.job_id}"
+
+    async def _enter_run(self) -> None:
+        """The job's run that goes on, or the next one; and a place among its launchers."""
+        self._client.run, self.run = None, None
+        settings = self._settings
+        try:
+            made = await self._create(self._job(), number=settings.run, resume=settings.resume)
+        except PreconditionError as error:
+            if error.reason == "RUN_ENDED" and settings.run and await asyncio.to_thread(self._is_completed, settings.run):
+                raise RunCompletedError(f"{error}: nothing is left to do") from error
+            raise
+        self._client.run = made.run
+        self.run = Run(number=made.run.number, began_unix_ms=made.run.began_unix_ms)
+        self._before = _told_run(made)
+        if made.begun and made.HasField("previous"):
+            self._note(f"{self._run_name} begins; {self._before}")
+        elif self.run.number > 1 or settings.resume:
+            self._note(f"{self._run_name} goes on here")
+        if not self._settled:
+            await self._create(self._nodes_job, follow=True)
+            self._join()
+
+    def _is_completed(self, number: int) -> bool:
+        self._client.run = pb.RunId(number=number)
+        try:
+            return self._client.get_job(self._settings.job_id, deadline=_CALL_DEADLINE).ending == pb.JOB_ENDING_COMPLETED
+        except ShoalError:
+            return False
+
+    async def _create(self, job: JobSettings, *, number: int = 0, resume: bool = False, follow: bool = False) -> pb.CreateJobResponse:
+        """Creates a job at the coordinator, which may start later than its launchers. While members of a run that has ended are there,
+        waits for them."""
+        began, answered = self._loop.time(), False
+        said_at = began - _REMINDER_S
         while True:
+            limit = self._settings.join_timeout if answered else min(_CONNECT_TIMEOUT, self._settings.join_timeout)
+            left_s = began + limit.total_seconds() - self._loop.time()
             try:
-                await asyncio.to_thread(self._client.create_job, job.message())
+                return await asyncio.to_thread(self._client.create_job, job.message(), number=number, resume=resume, follow=follow)
             except (UnavailableError, DeadlineError) as error:
-                if self._loop.time() > deadline:
+                answered |= error.reason == _RUN_ENDING
+                if left_s <= 0 and not answered:
                     raise UnavailableError(
-                        f"no coordinator has answered at {self.coordinator} (--rdzv-endpoint) for {timeout_s:g} s; "
+                        f"no coordinator has answered at {self.coordinator} (--rdzv-endpoint) for {limit.total_seconds():g} s; "
                         "on one machine use --standalone, which brings its own"
                     ) from error
+                if left_s <= 0:
+                    raise DeadlineError(f"waited {limit.total_seconds():g} s for the end of the run before: {error}") from error
+                if error.reason == _RUN_ENDING and self._loop.time() >= said_at + _REMINDER_S:
+                    said_at = self._loop.time()
+                    self._note(f"waiting for up to {left_s:.0f} s more: {error}")
                 await asyncio.sleep(_RETRY_S)
-            else:
-                return
 
     def _join(self) -> None:
         """A new incarnation of this launcher among the launchers."""
@@ -232,7 +280,7 @@ class SharedSite:
         """The coordinator has lost its data. Any of the launchers creates the jobs anew; the others find them. Raises ShoalError."""
         created = self._client.create_job(self._job().message(), deadline=_CALL_DEADLINE).created
         if not self._settled:
-            created |= self._client.create_job(self._nodes_job.message(), deadline=_CALL_DEADLINE).created
+            created |= self._client.create_job(self._nodes_job.message(), follow=True, deadline=_CALL_DEADLINE).created
         if created:
             self._note(
                 f"the coordinator at {self.coordinator} has lost its data, and job {self._settings.job_id} with it: created anew; "
@@ -253,13 +301,19 @@ class SharedSite:
             self._note(await asyncio.to_thread(self._missing))
 
     def _missing(self) -> str:
-        what = f"waiting for the launchers of job {self._settings.job_id}"
+        left_s = max(0.0, self._give_up_at - self._loop.time())
+        what = f"waiting for up to {left_s:.0f} s more for the launchers of {self._run_name}"
         try:
             job = self._client.get_job(self._nodes_job.job_id, deadline=_CALL_DEADLINE)
         except ShoalError as error:
             return f"{what}: the coordinator at {self.coordinator} does not say who is there ({error})"
         hosts = sorted(member.host for member in job.members)
-        return f"{what}: {len(hosts)} of at least {self._settings.nodes.least} are there ({', '.join(hosts) or 'none'})"
+        least = self._settings.nodes.least
+        before = f"; {self._before}" if self._before else ""
+        return (
+            f"{what}: {len(hosts)} of at least {least} are there ({', '.join(hosts) or 'none'}), {max(0, least - len(hosts))} more have to "
+            f"come{before}"
+        )
 
     def _wake(self) -> None:
         """Called on the session's thread, which may outlast the loop."""
@@ -271,8 +325,11 @@ class SharedSite:
             session = self._session
             assert session is not None, "joined before the site counted as open"
             self._raise_if_stopped(session)
-            if session.is_closed:
-                raise PreconditionError(f"job {self._settings.job_id} came to its end on another machine", reason="JOB_CLOSED")
+            if session.is_closed and self._told is not None:
+                raise PreconditionError(f"{self._run_name} came to its end on another machine", reason="RUN_ENDED")
+            if session.is_closed:  # between this launcher's first word and its second: it comes after that run's end
+                await self._enter_run()
+                continue
             if session.error is not None:
                 raise session.error
             standing = session.standing
@@ -305,6 +362,16 @@ class SharedSite:
             with contextlib.suppress(ShoalError):
                 self._stop_those_that_wait("have finished" if ending is Ending.FINISHED else "failed")
 
+    def _tell_end(self, ending: Ending) -> None:
+        """A plain script's run ends by its launchers' word: its workers are no members, who would say it. For others it is not heeded."""
+        if ending is Ending.STOPPED or (ending is Ending.FAILED and not self._settings.nodes.fixed):
+            return
+        came_to = pb.JOB_ENDING_COMPLETED if ending is Ending.FINISHED else pb.JOB_ENDING_FAILED
+        what = "finished" if ending is Ending.FINISHED else "failed"
+        with contextlib.suppress(ShoalError):
+            reason = f"the workers on {socket.gethostname()} {what}"
+            self._client.stop_job(self._settings.job_id, reason=reason, ending=came_to, deadline=_CALL_DEADLINE)
+
     def _stop_those_that_wait(self, what: str) -> None:
         """Where a launcher finished while all had their places, the job is finished, and the others come to their end by themselves."""
         job_id = self._nodes_job.job_id
@@ -312,6 +379,21 @@ class SharedSite:
             self._client.stop_job(job_id, reason=f"the workers on {socket.gethostname()} {what}")
 
 
+def _told_run(made: pb.CreateJobResponse) -> str:
+    """How the run before ended, for people."""
+    if not made.HasField("previous"):
+        return ""
+    past = made.previous
+    how = _ENDINGS.get(past.ending, "ended")
+    ago_s = max(0, made.now_unix_ms - past.ended_unix_ms) // 1000
+    return f"run {past.run.number} {how} {ago_s} s ago" + (f" ({past.ending_reason})" if past.ending_reason else "")
+
+
+_ENDINGS: Final = {
+    pb.JOB_ENDING_COMPLETED: "was completed",
+    pb.JOB_ENDING_STOPPED: "was stopped",
+    pb.JOB_ENDING_FAILED: "failed",
+}
 _LEAVES: Final = {
     Ending.FINISHED: (pb.Leave.REASON_FINISHED, ""),
     Ending.FAILED: (pb.Leave.REASON_FAILED, "its workers failed"),

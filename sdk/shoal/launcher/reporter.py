@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Final
 
 from shoal_common.clients.coordinator import CoordinatorClient
-from shoal_common.errors import DeadlineError, ShoalError, UnavailableError, UnknownResourceError
+from shoal_common.errors import DeadlineError, PreconditionError, ShoalError, UnavailableError, UnknownResourceError
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal.launcher.policy import JobEnd
@@ -70,6 +70,9 @@ class ExitReporter:
         while True:
             try:
                 return self._report(member_id, status, failure[:_LONGEST_TEXT], finished)
+            except PreconditionError as error:
+                news = self.news() if error.reason == "RUN_ENDED" else None
+                return None if news is None else ExitReport(was_member=False, rank=-1, job=news)
             except (UnavailableError, DeadlineError, UnknownResourceError):
                 if time.monotonic() > deadline or self._closed.wait(_PAUSE_S):
                     return None

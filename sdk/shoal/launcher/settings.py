@@ -152,6 +152,10 @@ class RunSettings:
     """Backups of each of them, 0 or 1; started here likewise."""
     max_servers: int = 0
     """Parameter servers that the job may have; those above `servers` are started by others. 0: as many as `servers`."""
+    run: int = 0
+    """The only run of the job to take part in; 0: the one that goes on, else the next."""
+    resume: bool = False
+    """The newest run, if it failed or was stopped, is to go on."""
     max_restarts: int | None = None
     """None: see `policy`."""
     fail_fast: bool = True
@@ -181,6 +185,13 @@ class RunSettings:
                 f"--nnodes {self.nodes.least}:{self.nodes.most} without --rdzv-endpoint: several machines need a coordinator that all of "
                 "them reach; start one (shoal-coordinator --listen 0.0.0.0:7000 ...) and name it with --rdzv-endpoint HOST:7000"
             )
+        if self.endpoint is None and (self.run or self.resume):
+            raise ConfigurationError(
+                f"{'--resume' if self.resume else f'--run {self.run}'} without --rdzv-endpoint: a cluster of its own knows one run: "
+                "name the coordinator that knows the job"
+            )
+        if self.run < 0:
+            raise ConfigurationError(f"--run {self.run}: expected the number of a run, 1 or more, or 0 for the one that goes on or is next")
         if self.nodes.most * self.workers > _MOST_WORKERS:
             raise ConfigurationError(f"{self.nodes.most} nodes of {self.workers} workers are more than {_MOST_WORKERS}, the most in a job")
         if self.max_restarts is not None and self.max_restarts < 0:

@@ -5,9 +5,18 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
+from shoal_common.errors import PreconditionError
+from shoal_common.runs import Run
+
 if TYPE_CHECKING:
     from shoal.launcher.environment import NodePlacement
     from shoal.launcher.reporter import ExitReporter
+
+
+class RunCompletedError(PreconditionError):
+    """The run that was asked for has come to its end already: there is nothing left to do, and nothing is wrong."""
+
+    default_reason = "RUN_ENDED"
 
 
 class Ending(Enum):
@@ -25,13 +34,15 @@ class Site(Protocol):
 
     coordinator: str
     """host:port, told to the workers."""
+    run: Run | None
+    """The job's run, once the site is open; None: the job has no other."""
 
     def begin(self) -> None:
         """Starts what takes time. Called first, on the loop's thread."""
         ...
 
     async def open(self, launcher_id: str) -> ExitReporter:
-        """Waits until the coordinator is reachable and the job is known to it. Raises ShoalError."""
+        """Waits until the coordinator is reachable and the job is known to it. Raises ShoalError; RunCompletedError where all is done."""
         ...
 
     async def keep(self) -> None:

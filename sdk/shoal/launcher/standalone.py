@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal_common.runs import Run
+
 from shoal.launcher.cluster import LocalCluster
 from shoal.launcher.environment import NodePlacement
 from shoal.launcher.jobs import JobSettings
@@ -31,6 +33,7 @@ class StandaloneSite:
         self._keeper = ClusterKeeper(self._cluster, note=note)
         self._master_port: ReservedPort | None = None
         self.coordinator = self._cluster.coordinator.address
+        self.run: Run | None = None
 
     def begin(self) -> None:
         self._cluster.start_coordinator()

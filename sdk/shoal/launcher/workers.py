@@ -15,6 +15,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Final
 
+from shoal_common.runs import Run
+
 from shoal.launcher.environment import (
     NodePlacement,
     WorkerIdentity,
@@ -87,6 +89,8 @@ class WorkerStarter:
     def __init__(self, settings: RunSettings, *, coordinator: str, directory: Path, pump: OutputPump, colour: bool) -> None:
         """`coordinator` is the host:port told to the workers; `directory` is for error files."""
         self.launcher_id = uuid.uuid4().hex
+        self.run: Run | None = None
+        """The job's run that its workers are started in; None: the newest, of a job that has no other."""
         self._settings = settings
         self._coordinator = coordinator
         self._directory = directory
@@ -128,11 +132,12 @@ class WorkerStarter:
         identity = WorkerIdentity(
             coordinator=self._coordinator,
             job_id=settings.job_id,
+            run=self.run,
             member_id=member_id,
             launcher_id=self.launcher_id,
             member_file=member_file,
             metrics_listen=metrics_listen(os.environ, index=placement.index, enabled=settings.metrics),
-            record_directory=settings.record_directory,
+            record_directory=self._record_directory,
             allow_restart_from_scratch=settings.allow_restart_from_scratch,
         )
         return {
@@ -147,6 +152,12 @@ class WorkerStarter:
             ),
             **shoal_variables(identity, index=placement.index),
         }
+
+    @property
+    def _record_directory(self) -> Path | None:
+        """Each run's records lie apart: samples count once in a run."""
+        base = self._settings.record_directory
+        return base if base is None or self.run is None else base / f"run-{self.run.number}"
 
     def _source(self, pipe: IO[bytes], stream: Stream, placement: WorkerPlacement, restarts: int) -> Source:
         logs, index = self._settings.logs, placement.index

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 from prometheus_client import CollectorRegistry
 from shoal_common.errors import UnavailableError
-from shoal_coordinator.membership.events import MemberJoined, MemberReady
+from shoal_coordinator.membership.events import MemberJoined, MemberReady, RunWanted
 from shoal_coordinator.membership.spec import JobSpec, Policy
 from shoal_coordinator.membership.state import Identity
 from shoal_coordinator.metrics import CoordinatorMetrics
@@ -39,7 +39,7 @@ def test_a_thousand_joins_at_once_become_one_generation_in_a_few_commits(redis_u
         clock = Clock(await store.now_unix_ms())
         jobs = Jobs(store, clock=clock, policy=Policy(), metrics=CoordinatorMetrics(registry), retention=timedelta(days=1))
         await jobs.load()
-        assert await jobs.create(JobSpec(job_id="j", min_workers=MEMBERS, max_workers=MEMBERS), timeout_s=10)
+        await jobs.create(RunWanted(spec=JobSpec(job_id="j", min_workers=MEMBERS, max_workers=MEMBERS)), timeout_s=10)
         loop = jobs.get("j")
         for number in range(MEMBERS):
             loop.submit(MemberJoined(identity=identity(number), last_generation=0))

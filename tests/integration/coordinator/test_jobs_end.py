@@ -15,7 +15,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from shoal_common.errors import UnavailableError
 from shoal_common.redis import EmbeddedRedis
-from shoal_coordinator.membership.events import StopRequested
+from shoal_coordinator.membership.events import RunWanted, StopRequested
 from shoal_coordinator.membership.reasons import Refusal
 from shoal_coordinator.membership.spec import JobSpec, Policy
 from shoal_coordinator.metrics import CoordinatorMetrics
@@ -50,7 +50,7 @@ def test_what_waits_for_redis_is_told_at_once_that_the_coordinator_stops(own_red
 
     async def test() -> None:
         async with _jobs(own_redis.url) as jobs:
-            await jobs.create(JobSpec(job_id="job", min_workers=1, max_workers=1), timeout_s=30)
+            await jobs.create(RunWanted(spec=JobSpec(job_id="job", min_workers=1, max_workers=1)), timeout_s=30)
             os.kill(own_redis.pid, signal.SIGSTOP)
             asked = [await _begun(jobs.get("job").ask(StopRequested(reason="a test"), timeout_s=600)) for _ in range(2)]
             async with asyncio.timeout(30):
@@ -65,7 +65,7 @@ def test_no_job_starts_in_a_coordinator_that_stops(own_redis: EmbeddedRedis) -> 
     async def test() -> None:
         async with _jobs(own_redis.url) as jobs:
             os.kill(own_redis.pid, signal.SIGSTOP)
-            created = await _begun(jobs.create(JobSpec(job_id="job", min_workers=1, max_workers=1), timeout_s=600))
+            created = await _begun(jobs.create(RunWanted(spec=JobSpec(job_id="job", min_workers=1, max_workers=1)), timeout_s=600))
             await jobs.close(_STOPPING)
             os.kill(own_redis.pid, signal.SIGCONT)
             with pytest.raises(UnavailableError) as caught:

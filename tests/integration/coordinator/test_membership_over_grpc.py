@@ -231,7 +231,7 @@ def test_stop_reaches_everyone_and_closes_the_job(make_job: MakeJob) -> None:
         assert member.told("stop").reason == "enough"
     error = job.join("d").end()
     assert error is not None
-    assert error.reason == "JOB_CLOSED"
+    assert error.reason == "RUN_ENDED"
     for member in (a, b, waiting):
         member.leave(pb.Leave.REASON_DRAINED)
         assert member.end() is None

@@ -52,6 +52,7 @@ class MovingSite:
     """The set of launchers changes once, right after the start."""
 
     coordinator = "127.0.0.1:9"
+    run = None
 
     def __init__(self, reporter: Reporter, after_moved: Callable[[], bool]) -> None:
         self.reporter = reporter
@@ -159,5 +160,6 @@ def test_who_waits_for_other_launchers_says_how_many_are_there(tmp_path: Path, m
             asyncio.run(wait_in_vain(site))
         finally:
             site.close(Ending.STOPPED)
-    assert said[0].startswith("waiting for the launchers of job vain: ")
+    assert said[0].startswith("waiting for up to ")
+    assert " s more for the launchers of run 1 of job vain: " in said[0]
     assert " of at least 2 are there (" in said[0]

@@ -3,63 +3,23 @@
 from __future__ import annotations
 
 import re
-import shutil
 import signal
-from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from shoal.launcher.cluster import Service
-from shoal.launcher.process import stop_all
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.exit_status import PREEMPTED
 from shoal_common.rpc.channel import ChannelSettings
 
 Shell = Any  # of tests/integration/conftest.py
 Command = Any
+Coordinator = Any  # of conftest.py here
 
 PLACE = """
 import os
 print(*map(os.environ.get, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_PORT")), flush=True)
 """
-
-
-class Coordinator:
-    """One that belongs to no launcher, at an address that it keeps."""
-
-    def __init__(self, shell: Shell, directory: Path) -> None:
-        self.directory = directory
-        directory.mkdir()
-        arguments = ["--redis", f"embedded://{directory / 'redis'}"]
-        self.service = Service("coordinator", "shoal_coordinator", arguments, directory=directory, environment=shell.environment)
-        self.start()
-
-    def start(self) -> None:
-        self.service.start()
-        self.service.wait_ready(timedelta(seconds=90))
-
-    def lose_data(self) -> None:
-        """As when its disk is gone: it comes back and knows of nothing."""
-        stop_all([self.service.child], grace=timedelta(0))
-        shutil.rmtree(self.directory / "redis")
-        self.start()
-
-
-@pytest.fixture
-def coordinator(shell: Shell, tmp_path: Path) -> Iterator[Coordinator]:
-    running = Coordinator(shell, tmp_path / "coordinator")
-    yield running
-    stop_all([running.service.child], grace=timedelta(seconds=10))
-    running.service.release()
-
-
-@pytest.fixture
-def endpoint(coordinator: Coordinator) -> str:
-    """Of a coordinator that belongs to no launcher."""
-    address: str = coordinator.service.address
-    return address
 
 
 def places(command: Command) -> list[list[str]]:
@@ -176,7 +136,7 @@ def test_launchers_that_do_not_come_together_in_time_say_so(shell: Shell, endpoi
     script = shell.script(PLACE)
     status, _, err = shell.run("run", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "join_timeout=2", script)
     assert status == 1
-    assert "2 launchers for job default did not come together within 2 s" in err
+    assert "2 launchers for run 1 of job default did not come together within 2 s" in err
 
 
 ELASTIC_AND_CUT_OFF = """

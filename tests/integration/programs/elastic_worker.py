@@ -19,6 +19,7 @@ from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import DeadlineError, PreconditionError, UnavailableError, UnknownResourceError
 from shoal_common.exit_status import PUT_OUT
 from shoal_common.rpc.channel import ChannelSettings
+from shoal_common.runs import Run
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 
@@ -34,6 +35,8 @@ class Member:
         self.rank = -1
         self.stopped = False
         self.raise_now = False
+        told = Run.parse(os.environ["SHOAL_RUN"], what="SHOAL_RUN") if "SHOAL_RUN" in os.environ else None
+        self.run_id = None if told is None else pb.RunId(number=told.number, began_unix_ms=told.began_unix_ms)
 
     def messages(self) -> Iterator[pb.MemberMessage]:
         self.streams += 1
@@ -47,6 +50,7 @@ class Member:
                 launcher_id=os.environ["SHOAL_LAUNCHER_ID"],
                 local_index=int(os.environ["SHOAL_LOCAL_INDEX"]),
                 last_generation=self.generation,
+                run=self.run_id,
             )
         )
         yield pb.MemberMessage(ready=pb.Ready())
@@ -96,7 +100,7 @@ class Member:
                     for directive in client.join_session(self.messages()):
                         self.heard(directive)
                 except PreconditionError as error:
-                    raise SystemExit(0 if error.reason == "JOB_CLOSED" else PUT_OUT) from error
+                    raise SystemExit(0 if error.reason == "RUN_ENDED" else PUT_OUT) from error
                 except (UnavailableError, DeadlineError, UnknownResourceError) as error:
                     if time.monotonic() > deadline:
                         raise SystemExit(str(error)) from error

@@ -225,7 +225,7 @@ def test_a_server_whose_place_was_taken_over_ends(cluster) -> None:
 
 def test_a_server_that_comes_back_to_a_finished_job_ends(cluster) -> None:
     cluster.server()
-    cluster.coordinator.refusal = PreconditionError("the job is finished", reason="JOB_CLOSED")
+    cluster.coordinator.refusal = PreconditionError("the job is finished", reason="RUN_ENDED")
     cluster.coordinator.stop()
     cluster.coordinator.start()
     cluster.running.thread.join(30)

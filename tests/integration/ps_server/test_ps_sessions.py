@@ -9,13 +9,17 @@ import logging
 import pytest
 from shoal_common.errors import UnavailableError
 from shoal_common.rpc.channel import ChannelSettings
-from shoal_ps_server.session import CoordinatorSession, Place, Registration
+from shoal_common.runs import Run
+from shoal_ps_server.session import CoordinatorSession, Known, Place, Registration
 
 
 class Deaf:
     """A listener to whom it is all the same."""
 
-    def welcomed(self, server_index: int, *, with_backups: bool) -> None:
+    def known(self) -> Known:
+        return Known()
+
+    def welcomed(self, server_index: int, *, with_backups: bool, run: Run | None) -> None:
         pass
 
     def disconnected(self) -> None:

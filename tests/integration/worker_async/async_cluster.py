@@ -149,11 +149,9 @@ class AsyncCluster:
         client.create_job(self._spec)
         return client
 
-    def move_to(self, coordinator: Coordinator) -> None:
-        """Another coordinator gets a job of this one's name."""
-        self.client.close()
-        self.coordinator = coordinator
-        self.client = self._create_job()
+    def begin_run(self, **how: Any) -> coordinator_pb2.CreateJobResponse:
+        """As launchers do that are started again; `how`: as CreateJob has it."""
+        return self.client.create_job(self._spec, **how)
 
     def start_server(self, **environment: str) -> Server:
         """One more."""

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from shoal_common.errors import UnavailableError
 from shoal_coordinator.membership.events import DrainRequested, StreamBroken
 from shoal_coordinator.membership.spec import JobSpec, Policy
+from shoal_coordinator.membership.state import RunId
 from shoal_coordinator.membership.transition import Outcome, job_created
 from shoal_coordinator.metrics import CoordinatorMetrics
 from shoal_coordinator.service import job_loop
@@ -24,7 +25,7 @@ DRAIN = DrainRequested(member_id=None, rank=0, reason="drained")
 def stuck_loop() -> JobLoop:
     """A loop that does not run, as one that waits for Redis does not."""
     return JobLoop(
-        Stored(state=job_created(JobSpec(job_id="j", min_workers=1, max_workers=2)), revision=1),
+        Stored(state=job_created(JobSpec(job_id="j", min_workers=1, max_workers=2), RunId()), revision=1),
         store=cast(JobStore, None),
         clock=Clock(0),
         policy=Policy(),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +31,8 @@ from shoal_coordinator.membership.events import (
     MemberLost,
     MemberReady,
     MoveReported,
+    OfRun,
+    RunWanted,
     ServerDrainRequested,
     ServerLost,
     ServerRegistered,
@@ -42,14 +44,25 @@ from shoal_coordinator.membership.joining import Joined
 from shoal_coordinator.membership.leases import Leased
 from shoal_coordinator.membership.leaving import ExitNoted
 from shoal_coordinator.membership.pulse import Progress, Pulse, Pulses, attached, beaten, detached, expired
+from shoal_coordinator.membership.runs import RunEnding, RunGranted
 from shoal_coordinator.membership.servers import Registered
 from shoal_coordinator.membership.shards import Piece, ShardLayout, TensorSpec
 from shoal_coordinator.membership.spec import JobSpec
-from shoal_coordinator.membership.state import Identity, JobEnding, JobState, Now, ServerRole
-from shoal_coordinator.membership.transition import Outcome, Transition, next_wake_ms, transition
+from shoal_coordinator.membership.state import Identity, JobEnding, JobState, Now, RunId, ServerRole
+from shoal_coordinator.membership.transition import Outcome, Transition, job_created, next_wake_ms, transition
 from shoal_coordinator.state.codec import decode_state, encode_changes, everything
 
 LOOK_MS = 1000
+_SPEC = {
+    "min": "min_workers",
+    "max": "max_workers",
+    "servers": "parameter_servers",
+    "backups": "parameter_server_backups",
+    "most_servers": "max_parameter_servers",
+    "grace": "join_grace_ms",
+    "lease": "lease_ms",
+    "stall": "stall_timeout_ms",
+}
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
 
 
@@ -101,19 +114,25 @@ class Story:
     # ----------------------------------------------------------------------------------------------------------- commands
 
     def job(self, **options: str) -> None:
-        names = {
-            "min": "min_workers",
-            "max": "max_workers",
-            "servers": "parameter_servers",
-            "backups": "parameter_server_backups",
-            "most_servers": "max_parameter_servers",
-            "grace": "join_grace_ms",
-        }
-        names |= {"lease": "lease_ms", "stall": "stall_timeout_ms"}
         self.ms = 0
         self.pulses = {}
         self.acting = {}
-        self.state = JobState(spec=JobSpec(job_id="digits", **{names[key]: int(value) for key, value in options.items()}))  # type: ignore[arg-type]
+        self.state = JobState(spec=JobSpec(job_id="digits", **{_SPEC[key]: int(value) for key, value in options.items()}))  # type: ignore[arg-type]
+
+    def create(self, run: str = "", resume: str = "", follow: str = "", **options: str) -> None:
+        """Someone creates the job that is there; `run`=number, or number@milliseconds when it began. Options as in `job`, if others."""
+        spec = replace(self.state.spec, **{_SPEC[key]: int(value) for key, value in options.items()})  # type: ignore[arg-type]
+        self.happen(RunWanted(spec=spec, run=run_id(run) if run else None, resume=bool(resume), follow=bool(follow)))
+
+    def runs(self) -> None:
+        newest = f"{self.state.run}@{self.state.run.began_unix_ms} is the newest"
+        past = [f"{past.run}@{past.run.began_unix_ms} {past.ending} at {past.ended_unix_ms}" for past in self.state.past_runs]
+        self.out.append(", ".join([*past, newest]))
+
+    def lost_by_redis(self) -> None:
+        """Redis has lost the job, and someone creates it anew now."""
+        self.state = job_created(self.state.spec, RunId(number=1, began_unix_ms=self.ms))
+        self.pulses = {}
 
     def at(self, ms: str) -> None:
         while (due := self.next_deadline()) is not None and due <= int(ms):
@@ -144,8 +163,8 @@ class Story:
         self.pulses = {member_id: detached(attached(None, self.ms), self.ms) for member_id in self.state.members}
         self.happen()
 
-    def join(self, member: str, host: str = "h1", index: str = "0", pid: str = "1", last: str = "0", of: str = "0") -> None:
-        """`last`: the newest generation it knows; `of`: ranks of that."""
+    def join(self, member: str, host: str = "h1", index: str = "0", pid: str = "1", last: str = "0", of: str = "0", run: str = "") -> None:
+        """`last`: the newest generation it knows; `of`: ranks of that; `run`: the run it belongs to, as in `create`."""
         identity = Identity(
             member_id=member,
             host=host,
@@ -155,7 +174,8 @@ class Story:
             donor_address=f"{host}:1",
             metrics_address="",
         )
-        self.happen(MemberJoined(identity=identity, last_generation=int(last), last_world_size=int(of), works_in=int(last)))
+        joined = MemberJoined(identity=identity, last_generation=int(last), last_world_size=int(of), works_in=int(last))
+        self.happen(OfRun(run=run_id(run), event=joined) if run else joined)
 
     def ready(self, member: str) -> None:
         self.happen(MemberReady(member_id=member))
@@ -249,12 +269,25 @@ class Story:
     def drain(self, member: str | None = None, rank: str | None = None) -> None:
         self.happen(DrainRequested(member_id=member, rank=None if rank is None else int(rank), reason="asked to"))
 
-    def stop(self) -> None:
-        self.happen(StopRequested(reason="asked to"))
+    def stop(self, ending: str = "stopped") -> None:
+        self.happen(StopRequested(reason="asked to", ending=JobEnding(ending)))
 
-    def server(self, server: str, pid: str = "1", serves: str = "yes", life: str = "1") -> None:
+    def server(
+        self, server: str, pid: str = "1", serves: str = "yes", life: str = "1", run: str = "", last: str = "0", holds: str = ""
+    ) -> None:
+        """`last`: the newest generation it knows; `holds`: the place whose partitions it holds."""
         address = f"{server}:{pid}" if serves == "yes" else ""
-        self.happen(ServerRegistered(server_id=server, address=address, metrics_address="", host="h1", pid=int(pid), incarnation=life))
+        event = ServerRegistered(
+            server_id=server,
+            address=address,
+            metrics_address="",
+            host="h1",
+            pid=int(pid),
+            incarnation=life,
+            generation=int(last),
+            held_index=int(holds) if holds else None,
+        )
+        self.happen(OfRun(run=run_id(run), event=event) if run else event)
 
     def backup_report(self, primary: str, epoch: str, word: str) -> None:
         self.happen(BackupReported(server_id=primary, epoch=int(epoch), in_sync=word == "in-sync"))
@@ -317,14 +350,15 @@ class Story:
 
     # ---------------------------------------------------------------------------------------------------------- decisions
 
-    def happen(self, *events: Event) -> None:
+    def happen(self, *happened: Event) -> None:
         if self.collected is not None:
-            self.collected.extend(events)
+            self.collected.extend(happened)
             return
         now = Now(ms=self.ms, unix_ms=self.ms)
         pulses = Pulses(members=self.pulses)
-        decided = transition(self.state, now, events, pulses=pulses, nonce=f"{self.state.number + 1:032x}")
+        decided = transition(self.state, now, happened, pulses=pulses, nonce=f"{self.state.number + 1:032x}")
         self.state = decided.state
+        events = [event.event if isinstance(event, OfRun) else event for event in happened]
         for event, outcome in zip(events, decided.outcomes, strict=True):
             if isinstance(event, MemberJoined) and isinstance(outcome, Joined):
                 member_id = event.identity.member_id
@@ -340,10 +374,22 @@ class Story:
         self.out.extend(line for effect in decided.effects if (line := told_effect(effect)) is not None)
 
 
+def run_id(text: str) -> RunId:
+    """From `2` or `2@500`."""
+    number, _, began = text.partition("@")
+    return RunId(number=int(number), began_unix_ms=int(began or 0))
+
+
 def told_outcome(event: Event, outcome: Outcome) -> str | None:
     who = getattr(event, "member_id", "") or (event.identity.member_id if isinstance(event, MemberJoined) else "")
     prefix = f"{who}: " if who else ""
     match outcome:
+        case RunGranted():
+            return f"run {outcome.run}" + (" begins, or goes on" if outcome.begun else "")
+        case RunEnding():
+            return f"ask again: {outcome.why}"
+        case ShoalError() if isinstance(event, RunWanted):
+            return f"refused, {outcome.code} / {outcome.reason}: {outcome}"
         case ShoalError():
             return f"{prefix}refused, {outcome.code} / {outcome.reason}"
         case Joined(resumed=True):

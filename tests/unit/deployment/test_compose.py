@@ -94,6 +94,17 @@ def test_what_we_build_runs_without_root_privileges(name: str) -> None:
     assert "no-new-privileges:true" in SERVICES[name]["security_opt"]
 
 
+@pytest.mark.parametrize("name", [name for name, service in SERVICES.items() if "build" in service])
+def test_volumes_are_writable_for_the_user_that_the_image_runs_as(name: str) -> None:
+    """A named volume is made by root, unless the image has its folder: then it takes over that one's owner."""
+    stage = STAGES[SERVICES[name]["build"]["target"]]
+    for volume in SERVICES[name].get("volumes", []):
+        source, folder, *mode = volume.split(":")
+        if not source.startswith(".") and mode != ["ro"]:
+            assert re.search(rf"install --directory --owner shoal --group shoal {folder}\s", stage), f"{name} cannot write to {folder}"
+            assert f"VOLUME {folder}\n" in stage
+
+
 @pytest.mark.parametrize("name", SERVICES)
 def test_every_service_comes_back_after_a_crash_and_publishes_only_on_loopback(name: str) -> None:
     assert SERVICES[name]["restart"] in {"unless-stopped", "on-failure"}

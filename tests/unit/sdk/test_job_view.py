@@ -73,3 +73,32 @@ def test_a_rank_that_holds_the_others_back_is_named_once() -> None:
     job = pb.GetJobResponse(spec=pb.JobSpec(job_id="j", max_workers=2), phase=pb.JOB_PHASE_RUNNING, members=members)
     assert shown(job).splitlines()[-1] == note
     assert shown(job).count("wait for the connection") == 1
+
+
+def test_the_run_and_how_the_last_ones_ended_are_shown() -> None:
+    past = [
+        pb.RunStatus(
+            run=pb.RunId(number=number, began_unix_ms=1000),
+            ended_unix_ms=61_000,
+            ending=pb.JOB_ENDING_FAILED if number == 7 else pb.JOB_ENDING_COMPLETED,
+            ending_reason="rank 1 on h1: ValueError" if number == 7 else "",
+        )
+        for number in range(1, 8)
+    ]
+    spec = pb.JobSpec(job_id="j", max_workers=2)
+    job = pb.GetJobResponse(
+        spec=spec, phase=pb.JOB_PHASE_WAITING, run=pb.RunId(number=8, began_unix_ms=90_000), past_runs=past, now_unix_ms=121_000
+    )
+    lines = shown(job).splitlines()
+    assert lines[0].startswith("job j, run 8  waiting")
+    assert lines[-1] == "run 7 failed 0:01:00 ago, after 0:01:00: rank 1 on h1: ValueError"
+    assert [line.split()[1] for line in lines if line.startswith("run ")] == ["3", "4", "5", "6", "7"]
+    told = job_json(job)
+    assert told["run"] == 8
+    assert told["past_runs"][-1] == {
+        "run": 7,
+        "began_unix_ms": 1000,
+        "ended_unix_ms": 61_000,
+        "ending": "failed",
+        "reason": "rank 1 on h1: ValueError",
+    }

@@ -6,6 +6,7 @@ The rest of the package knows no protobuf: what comes in is checked here, where 
 from __future__ import annotations
 
 from shoal_common.errors import InternalError
+from shoal_common.runs import Run
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_worker.elastic.generation import Generation, Peer
@@ -17,6 +18,18 @@ _REASONS = {
     LeaveReason.FINISHED: pb.Leave.REASON_FINISHED,
     LeaveReason.FAILED: pb.Leave.REASON_FAILED,
 }
+
+
+def run_message(told: str) -> pb.RunId | None:
+    """The run that a launcher named to its worker; None: none, so it is the newest.
+
+    Raises:
+        ConfigurationError: it is not written as launchers write it.
+    """
+    if not told:
+        return None
+    run = Run.parse(told, what="SHOAL_RUN")
+    return pb.RunId(number=run.number, began_unix_ms=run.began_unix_ms)
 
 
 def parse_generation(message: pb.Generation, member_id: str) -> Generation:

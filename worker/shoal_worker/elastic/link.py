@@ -45,7 +45,6 @@ _JOB_PATIENCE_S = 30.0
 _DRAIN_LOOK_S = 0.5
 _AWAY_BESIDE_A_FAILURE_S = 20.0
 """A member that is asked to leave waits so long for a coordinator that is away, if its group has failed. Batch systems kill after 30 s."""
-_JOB_CLOSED = "JOB_CLOSED"
 _RETRYABLE = (UnavailableError, DeadlineError)
 
 
@@ -99,6 +98,7 @@ class CoordinatorLink:
         self.progress: Callable[[], Progress] = Progress
         """Asked for each heartbeat, on grpc's thread."""
         self.client = client
+        """All that it asks is of this member's run."""
         self.identity = identity
         self._on_generation = on_generation
         self._on_stop_now = on_stop_now
@@ -266,10 +266,9 @@ class CoordinatorLink:
 
     @property
     def put_out(self) -> ShoalError | None:
-        """Why the coordinator refused this process, if it was a member and the job goes on or has gone on without it; other errors are not
-        cured by another start."""
+        """Why the coordinator refused this process, if it was a member and the job goes on or has gone on without it."""
         error = self._fatal
-        return error if self._welcome is not None and isinstance(error, PreconditionError) and error.reason != _JOB_CLOSED else None
+        return error if self._welcome is not None and isinstance(error, PreconditionError) else None
 
     @property
     def draining(self) -> str | None:
@@ -360,7 +359,7 @@ class CoordinatorLink:
                     return
             except ShoalError as error:
                 # A member that was put out must not end well, also if it hears of it as it says goodbye.
-                puts_out = isinstance(error, PreconditionError) and error.reason != _JOB_CLOSED
+                puts_out = self._welcome is not None and isinstance(error, PreconditionError)
                 if not self._over() or (puts_out and self._fatal is None):
                     self._fail(error)
                 return
@@ -418,6 +417,7 @@ class CoordinatorLink:
                 last_generation=newest.number if newest is not None else 0,
                 last_world_size=newest.world_size if newest is not None else 0,
                 works_in=self._generation,
+                run=self.client.run,
             )
         )
         said = _Said(stream=stream)
@@ -484,6 +484,7 @@ class CoordinatorLink:
                 self._apart_from, self._in_reach = "", False
             elif kind == "welcome":
                 self._welcome = directive.welcome
+                self.client.run = directive.welcome.run
             elif kind == "drain":
                 self._drain, self._drain_ordered = directive.drain.reason or "drained", True
             elif kind == "stop":

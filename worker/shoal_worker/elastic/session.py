@@ -206,7 +206,7 @@ class Session:
         try:
             joining = membership.join()
         except PreconditionError as refusal:
-            if refusal.reason != "JOB_CLOSED":
+            if refusal.reason != "RUN_ENDED":
                 raise
             _log.warning("the run is over, there is nothing left to join")
             raise SystemExit(0) from refusal

@@ -32,6 +32,7 @@ from shoal_common.telemetry import HttpServer, serve_metrics
 from shoal_worker.backends import native_threads
 from shoal_worker.backends.mpi.backend import own_seat
 from shoal_worker.backends.worlds import Seat, own_world
+from shoal_worker.elastic.coordinator_messages import run_message
 from shoal_worker.elastic.desync_detector import DesyncDetector
 from shoal_worker.elastic.fixed import FixedMembership
 from shoal_worker.elastic.link import MemberIdentity
@@ -198,6 +199,7 @@ def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetr
         donor = StateDonor(host)
         undo.callback(donor.close)
         client = CoordinatorClient(ChannelSettings(address=coordinator, token=settings.token, tls=settings.tls))
+        client.run = run_message(settings.run)
         identity = MemberIdentity(
             job_id=settings.job_id,
             member_id=settings.member_id,

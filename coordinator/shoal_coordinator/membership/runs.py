@@ -1,0 +1,257 @@
+"""A job's runs: when the next one begins, and who belongs to which (docs/decisions/0205).
+
+A run ends when its script comes to the end, when it fails, or when it is stopped; nothing else ends it. Whoever creates the job while its
+newest run has not ended joins that one, so that a run of which all processes were killed goes on with those that are started next. Who
+creates it after the end begins the next run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from shoal_common.errors import PreconditionError, UnavailableError
+
+from shoal_coordinator.membership.draft import Draft
+from shoal_coordinator.membership.effects import EndServerSession, EndSession, Record
+from shoal_coordinator.membership.events import Ending, MemberJoined, MemberLost, OfRun, RunWanted, ServerRegistered
+from shoal_coordinator.membership.leaving import member_lost
+from shoal_coordinator.membership.reasons import Refusal
+from shoal_coordinator.membership.spec import JobSpec
+from shoal_coordinator.membership.state import JobEnding, JobPhase, JobState, Now, PastRun, RunId
+
+_MOST_NAMED: Final = 5
+_ENDED: Final = {
+    JobEnding.COMPLETED: "was completed",
+    JobEnding.STOPPED: "was stopped",
+    JobEnding.FAILED: "failed",
+    JobEnding.NONE: "ended",
+}
+
+Runs = Draft | JobState
+"""What knows a job's runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunGranted:
+    """The outcome of RunWanted: the caller belongs to this run from now on."""
+
+    run: RunId
+    begun: bool
+    """By this event; also: it had ended, and goes on."""
+    previous: PastRun | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnding:
+    """The outcome of RunWanted where the newest run has ended, and members of it are still there: to be asked again."""
+
+    why: str
+
+
+def run_wanted(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
+    """Someone creates a job that is there: it joins the newest run, or begins the next one."""
+    if event.follow and event.run is not None:
+        return _follow(draft, event, event.run)
+    asked, newest = event.run, draft.run.number
+    if asked is not None and asked.began_unix_ms and not is_current(draft, asked):
+        raise not_current(draft, asked, draft.now)
+    number = newest if asked is None else asked.number
+    if number == newest + 1:
+        return _next(draft, event)
+    if number != newest:
+        raise not_current(draft, RunId(number=number), draft.now)
+    if draft.phase not in (JobPhase.STOPPING, JobPhase.FINISHED):
+        _check_spec(draft, event.spec)
+        return _granted(draft, begun=False)
+    if event.resume:
+        return _resume(draft, event)
+    if asked is not None:
+        raise _ended(draft, asked)
+    return _next(draft, event)
+
+
+def check_run(draft: Draft, event: OfRun) -> None:
+    """Raises PreconditionError unless who did something belongs to the newest run; UnavailableError to a server that may yet.
+
+    A member that has worked in a run which Redis has lost makes it the newest again, if the job was created anew meanwhile and nobody has
+    trained in that.
+    """
+    if is_current(draft, event.run):
+        return
+    is_lost = find_past(draft, event.run) is None and event.run.number >= draft.run.number
+    untrained = draft.number == 0
+    if is_lost and untrained and isinstance(event.event, MemberJoined) and event.event.last_generation > 0:
+        draft.run_aliases = (*draft.run_aliases, draft.run)
+        draft.run = event.run
+        draft.reasons.append(f"Redis has lost run {event.run}, and members of it are there: it goes on")
+        return
+    if is_lost and untrained and isinstance(event.event, ServerRegistered):
+        raise UnavailableError(str(not_current(draft, event.run, draft.now)), reason=Refusal.RUN_UNKNOWN)
+    raise not_current(draft, event.run, draft.now)
+
+
+# ------------------------------------------------------------------------------------------------------------------ what begins
+
+
+def _next(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
+    """The run after the newest one."""
+    if draft.phase not in (JobPhase.STOPPING, JobPhase.FINISHED):
+        if draft.members:
+            raise PreconditionError(
+                f"run {draft.run} of job {draft.spec.job_id} goes on, with {len(draft.members)} members ({_members(draft)}): stop it "
+                f"before run {draft.run.number + 1}, or leave out --run to join it",
+                reason=Refusal.RUN_UNDER_WAY,
+            )
+        draft.ending, draft.ended_unix_ms = JobEnding.STOPPED, draft.now.unix_ms
+        draft.stop_reason = f"nobody was in it any more, and run {draft.run.number + 1} was asked for"
+    elif draft.members:
+        return _ending(draft)
+    _begin(draft, event.spec, RunId(number=draft.run.number + 1, began_unix_ms=draft.now.unix_ms))
+    return _granted(draft, begun=True)
+
+
+def _resume(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
+    """The newest run, which has ended, goes on if that was no good end."""
+    if draft.ending is JobEnding.COMPLETED:
+        raise PreconditionError(
+            f"run {draft.run} of job {draft.spec.job_id} was completed ({draft.stop_reason}): there is nothing to resume; start without "
+            f"--resume for run {draft.run.number + 1}",
+            reason=Refusal.RUN_COMPLETED,
+        )
+    if draft.members:
+        return _ending(draft)
+    before, after = draft.spec, event.spec
+    if (before.parameter_servers, before.parameter_server_backups) != (after.parameter_servers, after.parameter_server_backups):
+        _check_spec(
+            draft, replace(before, parameter_servers=after.parameter_servers, parameter_server_backups=after.parameter_server_backups)
+        )
+    _reopen(draft, after)
+    return _granted(draft, begun=True)
+
+
+def _follow(draft: Draft, event: RunWanted, run: RunId) -> RunGranted | RunEnding:
+    """Launchers' own job has the runs of the job that they start workers for."""
+    if is_current(draft, run):
+        if draft.phase not in (JobPhase.STOPPING, JobPhase.FINISHED):
+            _check_spec(draft, event.spec)
+            return _granted(draft, begun=False)
+        if draft.members:
+            return _ending(draft)
+        _reopen(draft, event.spec)
+        return _granted(draft, begun=True)
+    if run.began_unix_ms <= draft.run.began_unix_ms:
+        raise not_current(draft, run, draft.now)
+    ended = f"run {run} of its job has begun"
+    if draft.phase is not JobPhase.FINISHED:
+        draft.ending, draft.stop_reason, draft.ended_unix_ms = (
+            draft.ending or JobEnding.STOPPED,
+            draft.stop_reason or ended,
+            draft.now.unix_ms,
+        )
+    _begin(draft, event.spec, run)
+    return _granted(draft, begun=True)
+
+
+def _begin(draft: Draft, spec: JobSpec, run: RunId) -> None:
+    """Whoever is still connected belongs to the run before."""
+    before, members, servers = draft.run, list(draft.members), [server.server_id for server in draft.servers.values() if server.alive]
+    draft.begin_run(spec, run)
+    error = not_current(draft, before, draft.now)
+    draft.effects += [EndSession(member_id=member_id, error=error) for member_id in members]
+    draft.effects += [EndServerSession(server_id=server_id, error=error) for server_id in servers]
+    draft.records.append(Record(kind="run_began", generation=draft.number))
+    draft.reasons.append(f"run {run} begins")
+
+
+def _reopen(draft: Draft, spec: JobSpec) -> None:
+    """The run has not ended after all. What it had is there: generations, servers, leases."""
+    draft.spec, draft.phase, draft.departing = spec, JobPhase.WAITING, False
+    draft.ending, draft.stop_reason, draft.ended_unix_ms = JobEnding.NONE, "", 0
+    draft.records.append(Record(kind="run_resumed", generation=draft.number))
+    draft.reasons.append(f"run {draft.run} goes on")
+
+
+def _ending(draft: Draft) -> RunEnding:
+    """Who has been silent for its lease is not waited for."""
+    why = (
+        f"run {draft.run} of job {draft.spec.job_id} {_ENDED[draft.ending]} ({draft.stop_reason}), and {len(draft.members)} of its members "
+        f"are still there ({_members(draft)})"
+    )
+    for member in list(draft.members.values()):
+        pulse = draft.pulse(member.member_id)
+        if pulse is not None and pulse.silent_ms(draft.now.ms) > draft.spec.lease_ms:
+            detail = f"no heartbeat for {pulse.silent_ms(draft.now.ms)} ms, and the next run waits for it"
+            member_lost(draft, MemberLost(member_id=member.member_id, ending=Ending.LEASE_EXPIRED, detail=detail))
+    return RunEnding(why=why)
+
+
+# -------------------------------------------------------------------------------------------------------------- who belongs to it
+
+
+def same_run(one: RunId, other: RunId) -> bool:
+    """Whether both name one run, as far as is known of them."""
+    known = one.began_unix_ms == other.began_unix_ms or 0 in (one.began_unix_ms, other.began_unix_ms)
+    return one.number == other.number and known
+
+
+def is_current(job: Runs, run: RunId) -> bool:
+    """Whether this is the newest run."""
+    return any(same_run(run, each) for each in (job.run, *job.run_aliases))
+
+
+def find_past(job: Runs, run: RunId) -> PastRun | None:
+    """How a run that is over ended; None: it is the newest one, or not known (any more)."""
+    if is_current(job, run):
+        return None
+    return next((past for past in job.past_runs if same_run(past.run, run)), None)
+
+
+def not_current(job: Runs, run: RunId, now: Now) -> PreconditionError:
+    """Why somebody of another run than the newest is refused."""
+    newest = f"the newest one is run {job.run}"
+    past = find_past(job, run)
+    if past is not None:
+        how = f"{_ENDED[past.ending]} {max(0, now.unix_ms - past.ended_unix_ms) // 1000} s ago"
+        why = f" ({past.reason})" if past.reason else ""
+        return PreconditionError(f"run {run} of job {job.spec.job_id} {how}{why}; {newest}", reason=Refusal.RUN_ENDED)
+    if run.number < job.run.number:
+        return PreconditionError(
+            f"run {run} of job {job.spec.job_id} has ended, how is not known any more; {newest}", reason=Refusal.RUN_ENDED
+        )
+    return PreconditionError(
+        f"job {job.spec.job_id} has no run {run}{' that began then' if run.began_unix_ms else ''}: {newest}, and the next will be run "
+        f"{job.run.number + 1}; if there was such a run, the coordinator's Redis has lost it",
+        reason=Refusal.RUN_UNKNOWN,
+    )
+
+
+def _granted(draft: Draft, *, begun: bool) -> RunGranted:
+    return RunGranted(run=draft.run, begun=begun, previous=draft.past_runs[-1] if draft.past_runs else None)
+
+
+def _ended(draft: Draft, run: RunId) -> PreconditionError:
+    """The newest run, which was asked for, has ended."""
+    return PreconditionError(
+        f"run {run} of job {draft.spec.job_id} {_ENDED[draft.ending]} ({draft.stop_reason}), and is the newest one",
+        reason=Refusal.RUN_ENDED,
+    )
+
+
+def _check_spec(draft: Draft, spec: JobSpec) -> None:
+    there = draft.spec
+    if there == spec:
+        return
+    names = [name for name in JobSpec.__dataclass_fields__ if getattr(there, name) != getattr(spec, name)]
+    differs = ", ".join(f"{name} is {getattr(there, name)}, not {getattr(spec, name)}" for name in names)
+    raise PreconditionError(
+        f"run {draft.run} of job {there.job_id} goes on, with another specification: {differs}; use the same one, or another job id; where "
+        f"nobody is in it any more, --run {draft.run.number + 1} begins a new one",
+        reason=Refusal.JOB_CONFLICT,
+    )
+
+
+def _members(draft: Draft) -> str:
+    """For people."""
+    hosts = sorted({member.identity.host for member in draft.members.values()})
+    return ", ".join(hosts[:_MOST_NAMED]) + (", ..." if len(hosts) > _MOST_NAMED else "")

@@ -1,0 +1,224 @@
+"""A job id used again and again: launchers of several machines (here all on one) that start the same command after its end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from shoal_common.clients.coordinator import CoordinatorClient
+from shoal_common.errors import PreconditionError
+from shoal_common.exit_status import PREEMPTED
+from shoal_common.rpc.channel import ChannelSettings
+from shoal_protos.v1 import coordinator_pb2 as pb
+
+Shell = Any  # of tests/integration/conftest.py
+Command = Any
+
+PLAIN = "import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], flush=True)\n"
+
+
+def job(endpoint: str, job_id: str = "default") -> pb.GetJobResponse:
+    with CoordinatorClient(ChannelSettings(address=endpoint)) as client:
+        return client.get_job(job_id)
+
+
+def endings(endpoint: str, job_id: str = "default") -> list[str]:
+    """How the job's runs ended, the newest last."""
+    found = job(endpoint, job_id)
+    names = [pb.JobEnding.Name(each).removeprefix("JOB_ENDING_").lower() for each in (*(p.ending for p in found.past_runs), found.ending)]
+    assert [past.run.number for past in found.past_runs] == list(range(1, len(names)))
+    return names
+
+
+def start_elastic(shell: Shell, endpoint: str, worker: Path, until: str, *flags: str, machines: int = 2) -> list[Command]:
+    """As many launchers as `machines`, with a worker each, once all have a rank."""
+    command = ("run", "--nnodes", f"{machines}", "--rdzv-endpoint", endpoint, *flags, worker, shell.directory / until)
+    nodes = [shell.start(*command) for _ in range(machines)]
+    for node in nodes:
+        node.wait_for(lambda node=node: f" of {machines}\n" in node.stdout, "its rank")
+    return nodes
+
+
+def test_the_command_of_several_machines_trains_again_when_it_is_started_again(shell: Shell, endpoint: str, elastic_worker: Path) -> None:
+    for number in (1, 2):
+        nodes = start_elastic(shell, endpoint, elastic_worker, f"finish-{number}")
+        (shell.directory / f"finish-{number}").touch()
+        assert [node.wait() for node in nodes] == [0, 0], [node.stderr for node in nodes]
+        told = "".join(node.stderr for node in nodes)
+        assert (f"run {number} of job default begins; run {number - 1} was completed" in told) == (number > 1), told
+    assert endings(endpoint) == ["completed"] * 2
+
+
+def test_a_plain_script_of_several_machines_runs_again_when_it_is_started_again(shell: Shell, endpoint: str) -> None:
+    script = shell.script(PLAIN)
+    for _ in range(2):
+        nodes = [shell.start("run", "--nnodes", "2", "--rdzv-endpoint", endpoint, script) for _ in range(2)]
+        assert [node.wait() for node in nodes] == [0, 0], [node.stderr for node in nodes]
+        assert sorted(line for node in nodes for line in node.stdout.splitlines()) == ["[0]: rank 0 of 2", "[1]: rank 1 of 2"]
+    assert endings(endpoint) == ["completed"] * 2
+
+
+def test_a_job_that_failed_is_a_new_run_when_it_is_started_again(shell: Shell, endpoint: str, elastic_worker: Path) -> None:
+    nodes = start_elastic(shell, endpoint, elastic_worker, "finish")
+    (shell.directory / "raise-1").touch()
+    assert [node.wait() for node in nodes] == [1, 1]
+    (shell.directory / "raise-1").unlink()
+    nodes = start_elastic(shell, endpoint, elastic_worker, "finish")
+    (shell.directory / "finish").touch()
+    assert [node.wait() for node in nodes] == [0, 0], [node.stderr for node in nodes]
+    assert "run 2 of job default begins; run 1 failed" in nodes[0].stderr + nodes[1].stderr
+    assert endings(endpoint) == ["failed", "completed"]
+
+
+def test_a_run_that_was_preempted_goes_on_when_it_is_started_again(shell: Shell, endpoint: str, elastic_worker: Path) -> None:
+    nodes = start_elastic(shell, endpoint, elastic_worker, "finish")
+    for node in nodes:
+        node.process.send_signal(signal.SIGTERM)
+    assert [node.wait() for node in nodes] == [PREEMPTED, PREEMPTED]
+    before = job(endpoint)
+    nodes = start_elastic(shell, endpoint, elastic_worker, "finish")
+    assert job(endpoint).run == before.run
+    assert job(endpoint).generation.number > before.generation.number
+    (shell.directory / "finish").touch()
+    assert [node.wait() for node in nodes] == [0, 0], [node.stderr for node in nodes]
+    assert endings(endpoint) == ["completed"]
+
+
+def test_a_launcher_that_comes_after_the_end_says_so_while_it_waits_for_the_others(
+    shell: Shell, endpoint: str, elastic_worker: Path
+) -> None:
+    nodes = start_elastic(shell, endpoint, elastic_worker, "finish")
+    (shell.directory / "finish").touch()
+    assert [node.wait() for node in nodes] == [0, 0]
+    flags = ("run", "--nnodes", "2", "--rdzv-endpoint", endpoint)
+    late = shell.start(*flags, "--rdzv-conf", "join_timeout=12", elastic_worker, "finish")
+    assert late.wait() == 1
+    assert re.search(
+        r"run 2 of job default begins; run 1 was completed \d+ s ago \(member \S+ came to the end of its script\)", late.stderr
+    )
+    waiting = (
+        r"for up to \d s more for the launchers of run 2 of job default: 1 of at least 2 are there \(\S+\), 1 more have to come; run 1 was"
+    )
+    assert re.search(waiting, late.stderr), late.stderr
+    assert "2 launchers for run 2 of job default did not come together within 12 s" in late.stderr
+
+
+def test_a_launcher_that_was_told_its_run_does_not_begin_another(shell: Shell, endpoint: str, elastic_worker: Path) -> None:
+    """As a scheduler's requeue, which starts it again after the others have finished."""
+    nodes = start_elastic(shell, endpoint, elastic_worker, "finish", "--run", "1")
+    (shell.directory / "finish").touch()
+    assert [node.wait() for node in nodes] == [0, 0]
+    requeued = shell.start("run", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--run", "1", elastic_worker, "finish")
+    assert requeued.wait() == 0
+    assert "run 1 of job default was completed" in requeued.stderr
+    assert "nothing is left to do" in requeued.stderr
+    assert requeued.stdout == ""
+    assert endings(endpoint) == ["completed"]
+    status, _, err = shell.run("run", "--rdzv-endpoint", endpoint, "--run", "7", elastic_worker, "finish")
+    assert status == 1
+    assert "job default has no run 7: the newest one is run 1, and the next will be run 2" in err
+
+
+def test_resume_goes_on_with_a_run_that_failed_and_not_with_one_that_is_completed(
+    shell: Shell, endpoint: str, elastic_worker: Path
+) -> None:
+    nodes = start_elastic(shell, endpoint, elastic_worker, "finish", "--resume")
+    (shell.directory / "raise-0").touch()
+    assert [node.wait() for node in nodes] == [1, 1]
+    (shell.directory / "raise-0").unlink()
+    generation = job(endpoint).generation.number
+    nodes = start_elastic(shell, endpoint, elastic_worker, "finish", "--resume")
+    assert job(endpoint).run.number == 1
+    assert job(endpoint).generation.number > generation
+    (shell.directory / "finish").touch()
+    assert [node.wait() for node in nodes] == [0, 0], [node.stderr for node in nodes]
+    status, _, err = shell.run("run", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--resume", elastic_worker, "finish")
+    assert status == 1
+    assert "run 1 of job default was completed" in err
+    assert "there is nothing to resume; start without --resume for run 2" in err
+
+
+def test_a_machine_that_is_started_again_early_waits_for_the_others_to_leave(shell: Shell, endpoint: str, elastic_worker: Path) -> None:
+    nodes = start_elastic(shell, endpoint, elastic_worker, "finish")
+    stopped = next(
+        process for process in nodes[1].family() if "elastic_worker" in " ".join(process.cmdline()) and process.pid != nodes[1].process.pid
+    )
+    os.kill(stopped.pid, signal.SIGSTOP)
+    (shell.directory / "finish").touch()
+    assert nodes[0].wait() == 0, nodes[0].stderr
+    early = shell.start("run", "--nnodes", "2", "--rdzv-endpoint", endpoint, elastic_worker, "finish")
+    early.wait_for(lambda: "run 1 of job default was completed" in early.stderr, "its word on whom it waits for")
+    assert "1 of its members are still there" in early.stderr
+    os.kill(stopped.pid, signal.SIGCONT)
+    assert nodes[1].wait() == 0, nodes[1].stderr
+    other = shell.start("run", "--nnodes", "2", "--rdzv-endpoint", endpoint, elastic_worker, "finish")
+    assert [early.wait(), other.wait()] == [0, 0], [early.stderr, other.stderr]
+    assert endings(endpoint) == ["completed", "completed"]
+
+
+def compose_command(endpoint: str, script: Path, *arguments: object) -> list[str]:
+    """What compose.yaml's workers run, with this test's coordinator and script in the place of a container's."""
+    text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", (Path(__file__).parents[3] / "compose.yaml").read_text())  # each variable's default
+    command = yaml.safe_load(text)["services"]["worker"]["command"]
+    assert command[0] == "shoal"
+    assert command[-1] == "train.py"
+    replaced = [part.replace("coordinator:7000", endpoint) for part in command[1:-1]]
+    assert replaced != command[1:-1]
+    return [*replaced, str(script), *map(str, arguments)]
+
+
+def test_composes_workers_train_again_and_come_back_after_a_failure_in_a_new_run(shell: Shell, endpoint: str, elastic_worker: Path) -> None:
+    """Two containers. A run that comes to its end; one that fails, after which `restart: on-failure` starts both again; its end."""
+
+    def start(until: str) -> list[Command]:
+        command = compose_command(endpoint, elastic_worker, shell.directory / until)
+        workers = [shell.start(*command) for _ in range(2)]
+        for worker in workers:
+            worker.wait_for(lambda worker=worker: " of 2\n" in worker.stdout, "a world of two")
+        return workers
+
+    workers = start("first")
+    (shell.directory / "first").touch()
+    assert [worker.wait() for worker in workers] == [0, 0], [worker.stderr for worker in workers]
+    workers = start("second")
+    (shell.directory / "raise-1").touch()
+    assert [worker.wait() for worker in workers] == [1, 1]
+    (shell.directory / "raise-1").unlink()
+    workers = start("second")
+    (shell.directory / "second").touch()
+    assert [worker.wait() for worker in workers] == [0, 0], [worker.stderr for worker in workers]
+    assert endings(endpoint, "train") == ["completed", "failed", "completed"]
+
+
+def test_a_late_worker_of_an_old_run_is_told_so(shell: Shell, endpoint: str, elastic_worker: Path) -> None:
+    nodes = start_elastic(shell, endpoint, elastic_worker, "finish", machines=1)
+    first = job(endpoint)
+    (shell.directory / "finish").touch()
+    assert nodes[0].wait() == 0
+    shell.start("run", "--rdzv-endpoint", endpoint, elastic_worker, "finish").wait()
+    with CoordinatorClient(ChannelSettings(address=endpoint)) as client:
+        client.run = first.run
+        for late in (
+            lambda: client.report_exit("default", "somebody", exit_code=0),
+            lambda: client.stop_job("default"),
+            lambda: client.lease_batches("default", "somebody", loader="train", epoch=0, batches_in_epoch=1, want=1),
+            lambda: client.declare_tensors("default", [pb.TensorSpec(name="w", shape=[1], dtype="float32")]),
+            lambda: client.get_shard_map("default"),
+            lambda: client.drain_member("default", rank=0),
+            lambda: client.drain_server("default", "s"),
+            lambda: next(
+                client.join_session(iter([pb.MemberMessage(join=pb.Join(job_id="default", member_id="m", host="h", pid=1, run=first.run))]))
+            ),
+        ):
+            with pytest.raises(
+                PreconditionError, match=r"run 1 of job default was completed \d+ s ago \(.*\); the newest one is run 2"
+            ) as told:
+                late()
+            assert told.value.reason == "RUN_ENDED"
+        assert client.get_job("default").ending == pb.JOB_ENDING_COMPLETED
+        assert {event.run for event in client.watch_events("default")} == {1}

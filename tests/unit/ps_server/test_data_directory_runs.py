@@ -1,0 +1,89 @@
+"""A data directory that is one run's, and what it keeps of runs that are over."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from shoal_common.errors import ConfigurationError
+from shoal_common.runs import Run
+from shoal_ps_server.storage.directory import DataDirectory
+
+FIRST, SECOND = Run(number=1, began_unix_ms=10), Run(number=2, began_unix_ms=20)
+
+
+def fill(directory: Path, text: str) -> None:
+    for name in ("snapshot.safetensors", "journal.id", "journal.00000001"):
+        (directory / name).write_text(text)
+
+
+def held(directory: Path) -> list[str]:
+    return [path.read_text() for path in sorted(directory.glob("journal.*")) + sorted(directory.glob("snapshot*"))]
+
+
+def test_a_new_directory_is_of_no_run_and_keeps_the_one_that_is_noted(tmp_path: Path) -> None:
+    with DataDirectory(tmp_path) as data:
+        assert data.run is None
+    fill(tmp_path, "opened, and of no run yet")
+    with DataDirectory(tmp_path) as data:
+        assert data.run is None
+        data.note_run(FIRST)
+    with DataDirectory(tmp_path) as data:
+        assert data.run == FIRST
+
+
+def test_data_that_an_older_release_left_is_of_the_first_run(tmp_path: Path) -> None:
+    fill(tmp_path, "old")
+    with DataDirectory(tmp_path) as data:
+        assert data.run == Run(number=1)
+
+
+def test_what_is_set_aside_is_whole_and_the_newest_two_are_kept(tmp_path: Path) -> None:
+    with DataDirectory(tmp_path) as data:
+        for text, run in (("a", FIRST), ("b", SECOND), ("c", SECOND)):  # Redis may have lost a job, and counts anew
+            data.note_run(run)
+            fill(tmp_path, text)
+            folder = data.set_aside()
+            assert held(folder) == [text] * 3
+            assert held(tmp_path) == []
+            assert data.run is None
+    assert sorted(path.name for path in tmp_path.glob("run-*")) == ["run-2", "run-2.1"]
+    assert (tmp_path / "run-2" / "run").read_text() == "2:20\n"
+    with DataDirectory(tmp_path) as data:
+        assert data.run is None
+
+
+@pytest.mark.parametrize("moved", [0, 1, 2, 3, 4])
+def test_a_kill_while_data_is_set_aside_is_made_good_by_the_next_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moved: int
+) -> None:
+    with DataDirectory(tmp_path) as data:
+        data.note_run(FIRST)
+        fill(tmp_path, "a")
+        renamed = 0
+        rename = Path.rename
+
+        def dies(path: Path, target: Path) -> Path:
+            nonlocal renamed
+            if target.parent.name == "run-1":
+                if renamed == moved:
+                    raise KeyboardInterrupt  # a kill: nothing after it happens
+                renamed += 1
+            return rename(path, target)
+
+        monkeypatch.setattr(Path, "rename", dies)
+        with contextlib.suppress(KeyboardInterrupt):
+            data.set_aside()
+        monkeypatch.undo()
+    with DataDirectory(tmp_path) as data:
+        assert data.run is None
+    assert held(tmp_path) == []
+    assert held(tmp_path / "run-1") == ["a"] * 3
+    assert (tmp_path / "run-1" / "run").read_text() == "1:10\n"
+
+
+def test_a_file_run_that_says_no_run_is_refused_with_its_name(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("three\n")
+    with pytest.raises(ConfigurationError, match=r"run='three': expected NUMBER:MILLISECONDS"):
+        DataDirectory(tmp_path)

@@ -54,6 +54,7 @@ BENCHMARKS: Final = (
     Benchmark(key="t9", title="Compressed gradients over a slow link", module="benchmarks.compression_link"),
     Benchmark(key="t10", title="One slow worker: time to the same loss", module="benchmarks.straggler_loss"),
     Benchmark(key="t11", title="A parameter server's primary killed: pause, and pushes lost", module="benchmarks.server_failover"),
+    Benchmark(key="t12", title="Thousands of members: joins, and until all know of a death", module="benchmarks.announcing"),
     Benchmark(key="t13", title="Faulty runs against fault-free runs, simulated", module="benchmarks.faulty_runs"),
     Benchmark(key="t14", title="From the command to the first step", module="benchmarks.launch_time"),
     Benchmark(key="t16", title="Outer steps: bytes moved, and the loss after the same samples", module="benchmarks.outer_steps"),

@@ -25,6 +25,8 @@ from grafana_foundation_sdk.models.dashboard import DashboardCursorSync, DataSou
 TARGET = Path(__file__).resolve().with_name("shoal.json")
 DATASOURCE = DataSourceRef(type_val="prometheus", uid="prometheus")  # datasource.yml's uid
 
+_RANK = " * on (job_id, instance) group_left (rank) shoal_worker_info"
+"""Gives a worker's series the rank that it has at the moment: its own labels name the place where it runs."""
 _OF_JOB = '{job_id=~"$job"}'
 
 WITHOUT_PANEL: dict[str, str] = {
@@ -170,7 +172,7 @@ TRAINING = (
         title="Loss",
         text="The loss of each rank's last committed step, where the loop tells it.",
         unit="short",
-        queries=[("shoal_worker_loss{job}", "rank {{rank}}")],
+        queries=[(f"shoal_worker_loss{{job}}{_RANK}", "rank {{rank}}")],
     ),
     Graph(
         title="Step time",
@@ -182,15 +184,15 @@ TRAINING = (
         title="Waiting for peers",
         text="Seconds of each second that a rank waits in collectives. One far below the others holds them back; all high: the network.",
         unit="percentunit",
-        queries=[("rate(shoal_worker_wait_seconds_total{job}[$__rate_interval])", "rank {{rank}}")],
+        queries=[(f"rate(shoal_worker_wait_seconds_total{{job}}[$__rate_interval]){_RANK}", "rank {{rank}}")],
     ),
     Graph(
         title="Steps",
         text="Steps a second that each worker committed, and that a fault made void. Committed, all lines of one job lie together.",
         unit="short",
         queries=[
-            ("rate(shoal_worker_steps_committed_total{job}[$__rate_interval])", "rank {{rank}} committed"),
-            ("rate(shoal_worker_steps_lost_total{job}[$__rate_interval]) > 0", "rank {{rank}} lost"),
+            ("rate(shoal_worker_steps_committed_total{job}[$__rate_interval])", "{{instance}} committed"),
+            ("rate(shoal_worker_steps_lost_total{job}[$__rate_interval]) > 0", "{{instance}} lost"),
         ],
     ),
     Graph(
@@ -198,8 +200,8 @@ TRAINING = (
         text="Ranks in the generation that each worker works in. Workers that differ for longer than a step are being put out.",
         unit="none",
         queries=[
-            ("shoal_worker_world_size{job}", "rank {{rank}} world size"),
-            ("shoal_worker_generation{job}", "rank {{rank}} generation"),
+            ("shoal_worker_world_size{job}", "{{instance}} world size"),
+            ("shoal_worker_generation{job}", "{{instance}} generation"),
         ],
     ),
     Graph(

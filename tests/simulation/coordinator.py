@@ -8,11 +8,12 @@ when its process dies or the coordinator goes away, and is opened again by the m
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shoal_common.errors import InvalidRequestError, PreconditionError, ShoalError, UnavailableError
+from shoal_common.rank_table import MOST_TOLD_WHOLE
 from shoal_coordinator.membership.effects import (
     AnnounceGeneration,
     EndSession,
@@ -26,10 +27,10 @@ from shoal_coordinator.membership.events import Ending, Event, LeaseEnded, Membe
 from shoal_coordinator.membership.joining import Joined
 from shoal_coordinator.membership.pulse import Pulse, Pulses, attached, beaten, detached, expired
 from shoal_coordinator.membership.spec import JobSpec, Policy
-from shoal_coordinator.membership.state import Now, RunId
+from shoal_coordinator.membership.state import Generation, Now, RunId
 from shoal_coordinator.membership.transition import Outcome, Transition, job_created, next_wake_ms, transition
-from shoal_coordinator.service.requests import parse_collective_failure, parse_heartbeat, parse_join, parse_leave
-from shoal_coordinator.service.responses import generation_message, job_message
+from shoal_coordinator.service.requests import parse_collective_failure, parse_heartbeat, parse_join, parse_leave, parse_ranks
+from shoal_coordinator.service.responses import announcement, job_message, ranks_message
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from tests.simulation.processes import Process
@@ -91,6 +92,8 @@ class Coordinator:
         self._queue: list[tuple[Event, Callable[[Outcome], None] | None]] = []
         self._stepping = False
         self._incarnation = 0
+        self.members_of: dict[int, list[tuple[str, str]]] = {}
+        """Member and host of each rank of every generation, for the simulator itself: it asks nobody."""
         self._nonces = 0
         self._folded_ms = 0
         world.scheduler.after(_SCAN_S, self._scan)
@@ -131,11 +134,20 @@ class Coordinator:
             self._detach(member_id, stream)
             self.submit(StreamBroken(member_id=member_id))
 
-    def lookup(self) -> Any:
+    def lookup(self, *, member_id: str, below_step: int) -> Any:
         """The answer to GetJob."""
+        self._check_there()
+        return job_message(self.state, Pulses(members=self._pulses), 0, member_id=member_id, below_step=below_step)
+
+    def ranks(self, request: pb.GetRanksRequest) -> pb.GetRanksResponse:
+        """The answer to GetRanks."""
+        self._check_there()
+        generation, positions = parse_ranks(request, self.state)
+        return ranks_message(generation, positions or range(len(generation.ranks)))
+
+    def _check_there(self) -> None:
         if self.away:
             raise UnavailableError("the coordinator is away")
-        return job_message(self.state, Pulses(members=self._pulses), 0)
 
     # --------------------------------------------------------------------------------------------------------------- streams
 
@@ -284,10 +296,11 @@ class Coordinator:
         for effect in decided.effects:
             match effect:
                 case AnnounceGeneration(generation=generation):
+                    self.members_of[generation.number] = [(rank.member_id, rank.host) for rank in generation.ranks]
                     for rank in generation.ranks:
-                        self._tell(rank.member_id, pb.MemberDirective(generation=generation_message(generation)))
-                case SendGeneration():
-                    self._tell(effect.member_id, pb.MemberDirective(generation=generation_message(effect.generation)))
+                        self._tell(rank.member_id, _announced(generation, rank.member_id))
+                case SendGeneration(generation=generation):
+                    self._tell(effect.member_id, _announced(generation, effect.member_id))
                 case SendStandby():
                     self._tell(effect.member_id, pb.MemberDirective(standby=pb.Standby(reason=effect.reason, apart_from=effect.apart_from)))
                 case SendNotice(generation=generation):
@@ -308,6 +321,12 @@ class Coordinator:
             if member_id not in self.state.members:
                 self._pulses.pop(member_id, None)
                 self.world.left_out(member_id)
+
+
+def _announced(generation: Generation, member_id: str) -> pb.MemberDirective:
+    """Every other generation as to a large world: its table is what has changed, or is asked for."""
+    told = announcement(generation, most_whole=0 if generation.number % 2 else MOST_TOLD_WHOLE)
+    return pb.MemberDirective.FromString(told(generation.rank_of[member_id]))
 
 
 class SimulatedClient:
@@ -339,11 +358,19 @@ class SimulatedClient:
                 return
             stream.up(lambda message=message: self._coordinator.take(stream, message))
 
-    def get_job(self, _: str) -> Any:
+    def get_job(self, _: str, *, member_id: str = "", below_step: int = 0) -> Any:
         """See `CoordinatorClient`."""
+        self._to_and_fro()
+        return self._coordinator.lookup(member_id=member_id, below_step=below_step)
+
+    def get_ranks(self, _: str, *, generation: int, nonce: str, ranks: Sequence[int] = ()) -> pb.GetRanksResponse:
+        """See `CoordinatorClient`."""
+        self._to_and_fro()
+        return self._coordinator.ranks(pb.GetRanksRequest(job_id="job", generation=generation, nonce=nonce, ranks=ranks))
+
+    def _to_and_fro(self) -> None:
         if current_actor() is not None:
             own_scheduler().sleep(2 * self._process.world.delay(_FASTEST_S, _SLOWEST_S))
-        return self._coordinator.lookup()
 
     def watch_events(self, _: str, **__: Any) -> Iterator[pb.Event]:
         """See `CoordinatorClient`: what happened is in the simulator's own history."""

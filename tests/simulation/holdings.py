@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from shoal_worker.elastic.generation import topology_of
 from shoal_worker.mesh.layouts import Axes
 from shoal_worker.sharding.layout import Division, among_all, in_replicas
 
@@ -39,7 +40,8 @@ def parts_by_rank(strategy: str, options: dict[str, object], hosts: Sequence[str
         return [frozenset({(0, 0, 0)})] * len(hosts)
     if strategy not in DIVIDED:
         shard_size = options.get("shard_size")
-        division = in_replicas(hosts, shard_size if isinstance(shard_size, int) else None) if strategy == "hsdp" else among_all(hosts)
+        size, topology = shard_size if isinstance(shard_size, int) else None, topology_of(hosts)
+        division = in_replicas(topology, size) if strategy == "hsdp" else among_all(topology)
         return [frozenset((0, 0, shard) for shard in division.held(rank)) for rank in range(len(hosts))]
     axes = _axes(options, len(hosts))
     cut = options.get("data_parallel_strategy", "ddp") != "ddp"
@@ -50,7 +52,7 @@ def parts_by_rank(strategy: str, options: dict[str, object], hosts: Sequence[str
             parts.append(frozenset[Part]())
             continue
         line = [hosts[axes.rank(at.pipeline, at.tensor, data)] for data in range(axes.data)]
-        division = among_all(line) if cut else Division(world_size=axes.data, shards=1)
+        division = among_all(topology_of(line)) if cut else Division(world_size=axes.data, shards=1)
         parts.append(frozenset((at.pipeline, at.tensor, shard) for shard in division.held(at.data)))
     return parts
 
@@ -90,16 +92,17 @@ class Holdings:
         group = formation.group if formation is not None else None
         if formation is None or group is None or formation._spectators:
             return
-        number, peers = group.generation.number, group.generation.peers
+        number = group.generation.number
+        peers = self._world.coordinator.members_of[number]
         if self.whole and self.whole[-1].number >= number:
             return
-        parts = parts_by_rank(self._world.scenario.strategy, self._options, [peer.host for peer in peers])
+        parts = parts_by_rank(self._world.scenario.strategy, self._options, [host for _, host in peers])
         gave_up = process.is_spare and not parts[group.rank] and self._world.steps > 0  # in the first step the others have all of it still
         seen = self._seen.setdefault(number, set())
         if formation.healthy:
             seen.add(process.name)
         if len(seen) == len(peers) or gave_up:
-            named = {peer.member_id: held for peer, held in zip(peers, parts, strict=True)}
+            named = {member_id: held for (member_id, _), held in zip(peers, parts, strict=True)}
             self.whole.append(Whole(since=self._world.scheduler.now, number=number, parts=named))
 
     def newest(self, until: float, *, of: str | None = None) -> Whole | None:

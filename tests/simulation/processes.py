@@ -188,7 +188,8 @@ class Process:
                 self.spare, self.steps = self.session.is_joining, self.session.steps
                 if self.session.group is not None:
                     generation = self.session.group.generation
-                    self.rank, self.hosts = generation.rank, [peer.host for peer in generation.peers]
+                    self.rank = generation.rank
+                    self.hosts = [host for _, host in self.world.coordinator.members_of[generation.number]]
             self._leave()
         self.ended = True
         self.world.note(f"{self.name} ends with {self.exit_code}" + (f" ({self.failure})" if self.failure else ""))

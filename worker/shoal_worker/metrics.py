@@ -15,6 +15,12 @@ class WorkerMetrics:
         self.registry = CollectorRegistry()
         self.generation = Gauge("shoal_worker_generation", "Number of the generation this worker works in.", registry=self.registry)
         self.rank = Gauge("shoal_worker_rank", "Rank in that generation.", registry=self.registry)
+        self.info = Gauge(
+            "shoal_worker_info",
+            "1, under the member id and the rank that this process has now: its other series stay the same when those change.",
+            ("member_id", "rank"),
+            registry=self.registry,
+        )
         self.world_size = Gauge("shoal_worker_world_size", "Ranks in that generation.", registry=self.registry)
         self.steps_committed = Counter("shoal_worker_steps_committed", "Steps applied on this worker.", registry=self.registry)
         self.steps_lost = Counter("shoal_worker_steps_lost", "Steps that a fault made void on this worker.", registry=self.registry)
@@ -70,12 +76,18 @@ class WorkerMetrics:
             registry=self.registry,
         )
 
-    def generation_formed(self, *, number: int, rank: int, world_size: int, seconds: float) -> None:
+    def generation_formed(self, *, number: int, member_id: str, rank: int, world_size: int, seconds: float) -> None:
         """Notes where this worker stands in a generation, and how long that took to form."""
+        self.placed(member_id=member_id, rank=rank)
         self.generation.set(number)
         self.rank.set(rank)
         self.world_size.set(world_size)
         self.reform_seconds.observe(seconds)
+
+    def placed(self, *, member_id: str, rank: int) -> None:
+        """Notes who this worker is now."""
+        self.info.clear()
+        self.info.labels(member_id, str(rank)).set(1)
 
     def transferred(self, size_bytes: int, seconds: float) -> None:
         """State was received from peers."""

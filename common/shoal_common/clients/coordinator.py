@@ -47,8 +47,10 @@ class CoordinatorClient:
         request = pb.CreateJobRequest(spec=spec, run=run, resume=resume, follow=follow)
         return self._caller.unary("CreateJob", request, pb.CreateJobResponse, deadline)
 
-    def get_job(self, job_id: str, *, deadline: timedelta | None = None) -> pb.GetJobResponse:
-        return self._caller.unary("GetJob", pb.GetJobRequest(job_id=job_id, run=self.run), pb.GetJobResponse, deadline)
+    def get_job(self, job_id: str, *, member_id: str = "", below_step: int = 0, deadline: timedelta | None = None) -> pb.GetJobResponse:
+        """`member_id`, `below_step`: of the members this one alone, or those alone that are behind."""
+        request = pb.GetJobRequest(job_id=job_id, run=self.run, member_id=member_id, below_step=below_step)
+        return self._caller.unary("GetJob", request, pb.GetJobResponse, deadline)
 
     def list_jobs(self, *, deadline: timedelta | None = None) -> pb.ListJobsResponse:
         return self._caller.unary("ListJobs", pb.ListJobsRequest(), pb.ListJobsResponse, deadline)
@@ -105,6 +107,13 @@ class CoordinatorClient:
     def join_session(self, messages: Iterator[pb.MemberMessage]) -> ResponseStream[pb.MemberDirective]:
         """A member's session. `messages` is read on a thread of gRPC's: it may block, and must end after the stream has."""
         return self._caller.stream("JoinSession", messages, pb.MemberDirective, None)
+
+    def get_ranks(
+        self, job_id: str, *, generation: int, nonce: str, ranks: Iterable[int] = (), deadline: timedelta | None = None
+    ) -> pb.GetRanksResponse:
+        """Ranks of the newest generation; none named: all. StaleGenerationError: it is not the newest any more."""
+        request = pb.GetRanksRequest(job_id=job_id, generation=generation, nonce=nonce, ranks=ranks)
+        return self._caller.unary("GetRanks", request, pb.GetRanksResponse, deadline)
 
     def server_session(self, messages: Iterator[pb.ServerMessage]) -> ResponseStream[pb.ServerDirective]:
         """A parameter server's session, with the same rules."""

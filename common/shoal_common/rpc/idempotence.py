@@ -21,6 +21,7 @@ IDEMPOTENT: Final[Mapping[str, frozenset[str]]] = {
             "DrainServer",
             "StopJob",
             "DeclareTensors",
+            "GetRanks",
             "GetShardMap",
         }
     ),

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -29,6 +29,10 @@ from shoal_common.security import Role, TlsSettings, TokenTable
 from shoal_common.settings import parse_address
 
 logger = logging.getLogger(__name__)
+
+ALL_AT_ONCE: Final = (("grpc.server.max_pending_requests", 30_000), ("grpc.server.max_pending_requests_hard_limit", 40_000))
+"""gRPC cancels calls at random when more than a thousand (at most three) wait for the handler. Ten thousand members may come at once, as
+they do after a restart of the coordinator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,4 +197,5 @@ def _options(settings: ServerSettings) -> list[tuple[str, Any]]:
         # In grpc 1.85 the timeout above does not apply while this one, 60 s by default, is longer.
         ("grpc.http2.ping_timeout_ms", milliseconds(settings.keepalive_timeout)),
         ("grpc.http2.max_pings_without_data", 0),
+        *ALL_AT_ONCE,
     ]

@@ -29,6 +29,7 @@ IN_MEMORY = frozenset(
         "stragglers",
         "kept_out_until_ms",
         "standby_text",
+        "standby_told_ms",
         "looked_ms",
         "look_at_moves_ms",
         "failed_receivers",
@@ -47,6 +48,10 @@ class Changes:
     header: bool
     """Whether any of the small fields changed: phase, number, accusations and so on."""
     generation: bool
+    table: bool
+    """Whether the newest generation's ranks are to be written whole, whatever Generation.written says."""
+    dropped_changes: frozenset[int]
+    """Generations whose changes were written, and are not needed any more."""
     layout: bool
     moves: bool
     members: frozenset[str]
@@ -93,6 +98,7 @@ class Draft:
         self.stragglers = state.stragglers
         self.kept_out_until_ms = state.kept_out_until_ms
         self.standby_text = state.standby_text
+        self.standby_told_ms = state.standby_told_ms
         self.looked_ms = state.looked_ms
         self.look_at_moves_ms = state.look_at_moves_ms
         self.failed_receivers = state.failed_receivers
@@ -320,6 +326,7 @@ class Draft:
             stragglers=self.stragglers,
             kept_out_until_ms=self.kept_out_until_ms,
             standby_text=self.standby_text,
+            standby_told_ms=self.standby_told_ms,
             looked_ms=self.looked_ms,
             look_at_moves_ms=self.look_at_moves_ms,
             failed_receivers=self.failed_receivers,
@@ -329,6 +336,8 @@ class Draft:
         changes = Changes(
             header=any(getattr(state, name) != getattr(self._before, name) for name in _HEADER),
             generation=state.generation is not self._before.generation,
+            table=False,
+            dropped_changes=self._dropped_changes(),
             layout=state.layout is not self._before.layout,
             moves=state.moves != self._before.moves,
             members=frozenset(self._changed_members),
@@ -337,6 +346,12 @@ class Draft:
             loaders=changed_loaders | self._changed_loaders,
         )
         return state, changes
+
+    def _dropped_changes(self) -> frozenset[int]:
+        before, after = self._before.generation, self.generation
+        if before is None or before is after or (after is not None and after.written):
+            return frozenset()
+        return frozenset(before.written or ())
 
     def _close_loader(self, name: str) -> Loader:
         epochs = {epoch: self._loaders[name].epochs[epoch] for epoch in self.epochs_of(name) if (name, epoch) not in self._ledgers}

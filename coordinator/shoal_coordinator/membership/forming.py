@@ -8,6 +8,7 @@ from dataclasses import replace
 from shoal_coordinator.membership.draft import Draft
 from shoal_coordinator.membership.effects import AnnounceGeneration, Record, SendMembers, SendStop
 from shoal_coordinator.membership.joining import has_place
+from shoal_coordinator.membership.rank_changes import change_between, changes_to_write
 from shoal_coordinator.membership.ranks import assign_ranks
 from shoal_coordinator.membership.state import Cause, Generation, JobPhase, Member, MemberPhase
 
@@ -20,14 +21,19 @@ def form(draft: Draft, cause: Cause, reason: str, *, joiners: int, draining: Seq
     previous = draft.generation
     survivors, new = _choose(draft, joiners, {member.member_id: member for member in draining})
     draft.number += 1
+    before = {} if previous is None else {rank.member_id: rank for rank in previous.ranks}
+    ranks = assign_ranks(survivors, new, is_joining=lambda member: not holds_state(draft, member), before=before)
+    change = None if previous is None else change_between(previous, ranks)
     generation = Generation(
         number=draft.number,
         nonce=draft.nonce,
         cause=cause,
-        ranks=assign_ranks(survivors, new, is_joining=lambda member: not holds_state(draft, member)),
+        ranks=ranks,
         # A member may miss the generation that interrupts it and see only this one.
         interrupts_below=previous.interrupts_below if cause is Cause.BORDER and previous is not None else draft.number,
         created_unix_ms=draft.now.unix_ms,
+        change=change,
+        written=changes_to_write(previous, change, draft.number, len(ranks)),
     )
     draft.generation = generation
     draft.formed_ms = draft.now.ms
@@ -60,7 +66,12 @@ def draining_in_group(draft: Draft) -> list[Member]:
 
 def holds_state(draft: Draft, member: Member) -> bool:
     """It is known to have worked in a generation."""
-    return member.holds_state or draft.works_in(member.member_id) > 0
+    return member.holds_state or draft.works_in(member.member_id) > 0 or _placed_with_state(draft.generation, member.member_id)
+
+
+def _placed_with_state(generation: Generation | None, member_id: str) -> bool:
+    place = None if generation is None else generation.rank_of.get(member_id)
+    return place is not None and generation is not None and not generation.ranks[place].joining
 
 
 def _choose(draft: Draft, joiners: int, draining: Mapping[str, Member]) -> tuple[list[Member], list[Member]]:
@@ -81,13 +92,13 @@ def _choose(draft: Draft, joiners: int, draining: Mapping[str, Member]) -> tuple
 
 def _give_ranks(draft: Draft, generation: Generation) -> None:
     """Touches only members that change: the others' records need not be written again."""
+    at_work = (MemberPhase.RANKED, MemberPhase.DRAINING)
     for rank in generation.ranks:
         member = draft.members[rank.member_id]
         draft.unplaced.pop(rank.member_id, None)
-        phase = member.phase if member.phase is MemberPhase.DRAINING else MemberPhase.RANKED
-        changed = replace(member, phase=phase, works_in=0, holds_state=not rank.joining)
-        if changed != member:
-            draft.put_member(changed)
+        if member.works_in or member.phase not in at_work:
+            phase = member.phase if member.phase is MemberPhase.DRAINING else MemberPhase.RANKED
+            draft.put_member(replace(member, phase=phase, works_in=0))
 
 
 def _leave_out_draining(draft: Draft, generation: Generation, previous: Generation | None) -> None:
@@ -100,4 +111,5 @@ def _leave_out_draining(draft: Draft, generation: Generation, previous: Generati
         if generation.cause is not Cause.BORDER:
             draft.effects.append(SendStop(member_id=member.member_id, reason=member.reason, now=True))
         if member.works_in == 0 and member.member_id in previous.rank_of:
-            draft.put_member(replace(member, works_in=previous.number))
+            held = member.holds_state or draft.works_in(member.member_id) > 0 or _placed_with_state(previous, member.member_id)
+            draft.put_member(replace(member, works_in=previous.number, holds_state=held))

@@ -10,11 +10,13 @@ from shoal_coordinator.membership.draft import Draft
 from shoal_coordinator.membership.effects import Record, SendMembers, SendStandby, SendStop
 from shoal_coordinator.membership.failures import incident_moot
 from shoal_coordinator.membership.forming import draining_in_group, form, holds_state
-from shoal_coordinator.membership.joining import stop_for
+from shoal_coordinator.membership.joining import FEW_READY, stop_for
 from shoal_coordinator.membership.recovery import is_recovering
 from shoal_coordinator.membership.state import Cause, JobPhase, MemberPhase
 
 _MOST_NAMED: Final = 5
+_PAUSE_MS: Final = 5
+"""Where more than FEW_READY members wait, each of the others puts off by so much that all are told again why."""
 
 
 def generation_due(draft: Draft) -> None:
@@ -113,8 +115,11 @@ def _tell_unplaced(draft: Draft) -> None:
     wait = draft.in_phase(MemberPhase.READY) > 0 and draft.phase in (JobPhase.WAITING, JobPhase.RUNNING)
     why = _why_ready_ones_wait(draft) if wait else None
     looked = draft.looked_ms == draft.now.ms
-    if looked and why != draft.standby_text:
-        draft.standby_text = why
+    # While many come the reason changes with each of them.
+    pause_ms = _PAUSE_MS * max(0, draft.in_phase(MemberPhase.READY) - FEW_READY)
+    due = draft.standby_told_ms is None or draft.now.ms >= draft.standby_told_ms + pause_ms
+    if looked and due and why != draft.standby_text:
+        draft.standby_text, draft.standby_told_ms = why, draft.now.ms
         draft.unplaced.update(dict.fromkeys(m.member_id for m in draft.members.values() if m.phase is MemberPhase.READY and why))
     for member_id in draft.unplaced:
         member = draft.members[member_id]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Final
 
 from shoal_common.errors import InvalidRequestError, LimitError, PreconditionError, StaleGenerationError, UnknownResourceError
 
@@ -12,6 +13,9 @@ from shoal_coordinator.membership.events import MemberJoined, MemberReady
 from shoal_coordinator.membership.reasons import Refusal
 from shoal_coordinator.membership.recovery import knows_of_lost, readmit
 from shoal_coordinator.membership.state import JobPhase, Member, MemberPhase
+
+FEW_READY: Final = 100
+"""Up to so many members that wait for a rank before a start are told at once why, and again whenever that changes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +108,8 @@ def member_ready(draft: Draft, event: MemberReady) -> None:
     draft.last_order += 1
     draft.put_member(replace(member, phase=MemberPhase.READY, ready_order=draft.last_order))
     draft.records.append(Record(kind="member_ready", member_id=event.member_id))
-    draft.unplaced[event.member_id] = None
+    if draft.phase is not JobPhase.WAITING or draft.in_phase(MemberPhase.READY) <= FEW_READY:
+        draft.unplaced[event.member_id] = None  # else it is told with all others, if they wait for long
     if draft.grace_until_ms is None:
         draft.grace_until_ms = draft.now.ms + draft.spec.join_grace_ms
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from shoal_coordinator.membership.state import Member, Rank
 
 
-def assign_ranks(survivors: Sequence[Member], joiners: Iterable[Member], *, is_joining: Callable[[Member], bool]) -> tuple[Rank, ...]:
-    """Ranks of a generation, in rank order.
+def assign_ranks(
+    survivors: Sequence[Member],
+    joiners: Iterable[Member],
+    *,
+    is_joining: Callable[[Member], bool],
+    before: Mapping[str, Rank] | None = None,
+) -> tuple[Rank, ...]:
+    """Ranks of a generation, in rank order. `before`: those of the one before by member id, which are taken over where nothing changes.
 
     The ranks of one host are adjacent. `survivors` come in their old rank order and keep it, hosts in the order of their first survivor;
     joiners follow within their host's block, new hosts after all others. Joiners among themselves, and new hosts, are ordered by name and
@@ -20,18 +26,30 @@ def assign_ranks(survivors: Sequence[Member], joiners: Iterable[Member], *, is_j
         blocks.setdefault(member.identity.host, []).append(member)
     for member in sorted(joiners, key=_place):
         blocks.setdefault(member.identity.host, []).append(member)
+    known = before or {}
     return tuple(
-        Rank(
-            member_id=member.member_id,
-            host=host,
-            local_rank=local_rank,
-            local_world_size=len(block),
-            donor_address=member.identity.donor_address,
-            donor_key=member.identity.donor_key,
-            joining=is_joining(member),
-        )
-        for host, block in blocks.items()
+        _rank(member, known.get(member.member_id), local_rank, len(block), is_joining(member))
+        for block in blocks.values()
         for local_rank, member in enumerate(block)
+    )
+
+
+def _rank(member: Member, before: Rank | None, local_rank: int, local_world_size: int, joining: bool) -> Rank:
+    identity = member.identity
+    if (
+        before is not None
+        and (before.local_rank, before.local_world_size, before.joining) == (local_rank, local_world_size, joining)
+        and (before.host, before.donor_address, before.donor_key) == (identity.host, identity.donor_address, identity.donor_key)
+    ):
+        return before
+    return Rank(
+        member_id=identity.member_id,
+        host=identity.host,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        donor_address=identity.donor_address,
+        donor_key=identity.donor_key,
+        joining=joining,
     )
 
 

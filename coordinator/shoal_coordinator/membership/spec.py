@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 DEFAULT_LEASE_MS: Final = 30_000
@@ -39,12 +40,12 @@ class JobSpec:
         if self.max_parameter_servers == 0:  # also in a job that an older release wrote
             object.__setattr__(self, "max_parameter_servers", self.parameter_servers)
 
-    @property
+    @cached_property
     def heartbeat_interval_ms(self) -> int:
         """A tenth of the lease, so that one lost or late heartbeat costs nobody their place; at least every second."""
         return max(50, min(1000, self.lease_ms // 10))
 
-    @property
+    @cached_property
     def unheard_ms(self) -> int:
         """A member that was heard of within this time is there."""
         return 3 * self.heartbeat_interval_ms

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from shoal_common import rank_table
+
 from shoal_coordinator.membership.batches import Loader
 from shoal_coordinator.membership.shards import ShardLayout
 from shoal_coordinator.membership.spec import JobSpec
@@ -114,7 +116,8 @@ class Member:
     ready_order: int = 0
     """Grows from one `ready` to the next within a job: who waits longest gets a rank first. 0 until it is ready."""
     holds_state: bool = False
-    """It has worked in a generation, so it has a part of the training state. Written with the next generation after that is known."""
+    """It has worked in a generation, so it has a part of the training state. Of a member with a place in the newest generation Rank.joining
+    says so instead; it is set when the member loses that place."""
     works_in: int = 0
     """Only while DRAINING: the generation it goes on in after one without it was written. 0: it is in the newest one, or in none."""
     reason: str = ""
@@ -155,6 +158,27 @@ class Rank:
     """The member has not worked in any generation, as far as is known: it holds no state."""
     donor_key: str = ""
 
+    @cached_property
+    def line(self) -> str:
+        """What the table's digest covers of it."""
+        return rank_table.line(self.member_id, self.host, self.donor_address, self.donor_key)
+
+    def is_same_place(self, other: Rank) -> bool:
+        """Whether the table of another generation has the same entry."""
+        return self is other or self.line == other.line
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankChange:
+    """How the ranks of a generation come from those of an older one: shoal.v1.RankChange."""
+
+    since: int
+    """The older one's number."""
+    removed: tuple[int, ...]
+    """Ranks of the older one, ascending."""
+    added: tuple[int, ...]
+    """Ranks of the newer one, ascending. The others keep their order."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
@@ -170,6 +194,16 @@ class Generation:
     interrupts_below: int
     """Members that work in a generation below this number leave it at once. Never falls, since a member may miss generations between."""
     created_unix_ms: int
+    change: RankChange | None = None
+    """What the ranks differ in from those of the generation before; None: there was none, or it is more than is worth telling."""
+    written: tuple[int, ...] | None = ()
+    """The generations since the one whose table is written whole, this one included, of which the changes are written instead. Empty: the
+    table of this one is written whole. None: it is, in a way that no change can follow."""
+
+    @cached_property
+    def table_digest(self) -> bytes:
+        """Tells its table from others."""
+        return rank_table.digest(rank.line for rank in self.ranks)
 
     @cached_property
     def rank_of(self) -> Mapping[str, int]:
@@ -394,6 +428,8 @@ class JobState:
     """In memory only. When the members that are QUARANTINED may come back at the earliest."""
     standby_text: str | None = None
     """In memory only. Why those that are ready wait, as they were last told."""
+    standby_told_ms: int | None = None
+    """In memory only. When all of them were last told so."""
     looked_ms: int | None = None
     """In memory only. When it was last looked for steps that stand."""
     look_at_moves_ms: int | None = 0

@@ -1,13 +1,15 @@
 """One job's loop: what happened is queued, folded through the core, written to Redis once, and only then answered and announced.
 
 While a commit is under way further events gather and go into the next one (group commit), so the cost of Redis' disk is shared and
-there is one order of events. Heartbeats do not pass through here: they only touch the pulses, in memory, and go on while Redis is
-away. Everything belongs to the event loop; other threads may read `state`, which is immutable.
+there is one order of events. When many members come at once, their joins gather for a moment longer; nothing else ever waits for that.
+Heartbeats do not pass through here: they only touch the pulses, in memory, and go on while Redis is away. Everything belongs to the event
+loop; other threads may read `state`, which is immutable.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -25,8 +27,10 @@ from shoal_coordinator.membership.events import (
     Event,
     ExitReported,
     LeaseEnded,
+    MemberJoined,
     MemberLeft,
     MemberLost,
+    MemberReady,
     OfRun,
     ServerLost,
     StreamBroken,
@@ -48,6 +52,12 @@ logger = logging.getLogger(__name__)
 _FIRST_BACKOFF_S = 0.02
 _LONGEST_BACKOFF_S = 1.0
 _LONGEST_SCAN_INTERVAL_MS = 500
+_GATHER_S = 0.005
+"""How long those that come in a rush wait for each other: ten times what a commit costs this process. Four times as long in a throng."""
+_RUSH = 3
+"""The number of arrivals in one commit from which on they are a rush."""
+_THRONG = 20
+"""The number from which on they are a throng."""
 _MOST_REQUESTS = 50_000
 """Requests that may wait at once: five of each member of the largest world."""
 _RETRY_AFTER = timedelta(seconds=1)
@@ -78,6 +88,10 @@ class JobLoop:
         self._queue: dict[Submitted, None] = {}
         """In order of arrival."""
         self._woken = asyncio.Event()
+        self._urgent = asyncio.Event()
+        """Something is queued that is no arrival."""
+        self._gather_s = 0.0
+        """How long the next events wait for others, unless they are urgent."""
         self._committed = asyncio.Event()
         self._failure: ShoalError | None = None
         self._stepping = False
@@ -103,6 +117,8 @@ class JobLoop:
         if self._failure is None:
             self._queue[submitted] = None
             self._woken.set()
+            if not isinstance(_told(event), MemberJoined | MemberReady):
+                self._urgent.set()
         elif done is not None:
             done(self._failure)
         return submitted
@@ -172,6 +188,7 @@ class JobLoop:
         self.sessions.end_all(error)
         self._committed.set()
         self._woken.set()
+        self._urgent.set()
 
     @property
     def is_idle(self) -> bool:
@@ -190,6 +207,8 @@ class JobLoop:
         # A cancellation that meets the end of a call to Redis can be lost on the way; `fail` is always called before it.
         while True:
             await self._wait_for_work()
+            if self._gather_s:
+                await self._gather()
             if self._failure is not None:
                 return
             self._stepping = True
@@ -205,6 +224,12 @@ class JobLoop:
         except TimeoutError:
             pass
         self._woken.clear()
+
+    async def _gather(self) -> None:
+        """Waits for more arrivals, unless something else is queued, or comes."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._gather_s):
+                await self._urgent.wait()
 
     def _next_due_ms(self) -> int | None:
         dues = [] if not (self._members or self._servers) else [self._next_scan_ms]
@@ -238,8 +263,12 @@ class JobLoop:
         self._deliver(batch, decided)
 
     def _take_queue(self) -> list[Submitted]:
-        queue, self._queue = self._queue, {}
-        return list(queue)
+        queue, self._queue = list(self._queue), {}
+        # Without events: heartbeats told of members that have taken a generation, and thousands of them come one by one.
+        rush = (not queue or len(queue) >= _RUSH) and not self._urgent.is_set()
+        self._gather_s = 0.0 if not rush else 4 * _GATHER_S if len(queue) >= _THRONG else _GATHER_S
+        self._urgent.clear()
+        return queue
 
     def _ended_leases(self, now: Now) -> list[Event]:
         if now.ms < self._next_scan_ms:
@@ -344,8 +373,12 @@ async def within(answer: asyncio.Future[Granted], timeout_s: float) -> Granted:
 
 def _may_lose(event: Event) -> bool:
     """Whether a member may be gone by it."""
-    event = event.event if isinstance(event, OfRun) else event
-    return isinstance(event, MemberLost | LeaseEnded | StreamBroken | ExitReported | MemberLeft)
+    return isinstance(_told(event), MemberLost | LeaseEnded | StreamBroken | ExitReported | MemberLeft)
+
+
+def _told(event: Event) -> Event:
+    """The event itself, whoever's run it is of."""
+    return event.event if isinstance(event, OfRun) else event
 
 
 def _answer_all(batch: list[Submitted], error: ShoalError) -> None:

@@ -54,6 +54,7 @@ class MemberSessions:
         self._jobs = jobs
         self._clock = clock
         self._metrics = metrics
+        self._heartbeats = metrics.heartbeats.labels("member")
         self._store_url = store_url
         self._reconnect_grace_s = reconnect_grace.total_seconds()
         self._request_timeout_s = request_timeout.total_seconds()
@@ -205,7 +206,7 @@ class MemberSessions:
                 f"heartbeat.generation={generation}: the newest generation of job {job.state.spec.job_id} is {job.state.number}",
                 reason=Refusal.GENERATION_UNKNOWN,
             )
-        self._metrics.heartbeats.labels("member").inc()
+        self._heartbeats.inc()
         job.set_pulse(member_id, beaten(before, self._clock.now().ms, generation, progress))
         if generation > before.generation:
             job.poke()

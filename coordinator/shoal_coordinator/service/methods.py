@@ -22,6 +22,7 @@ _ROLES: Final[Mapping[str, frozenset[Role]]] = {
     "GetJob": ANY_ROLE,
     "ListJobs": ANY_ROLE,
     "JoinSession": frozenset({Role.WORKER}),
+    "GetRanks": frozenset({Role.WORKER}),
     "ReportExit": frozenset({Role.WORKER}),
     "DrainMember": frozenset(),
     "DrainServer": frozenset(),
@@ -36,7 +37,7 @@ _ROLES: Final[Mapping[str, frozenset[Role]]] = {
 ALLOWED_ROLES: Final[Mapping[str, frozenset[Role]]] = {f"/{SERVICE}/{method}": roles for method, roles in _ROLES.items()}
 """Full method name -> roles that may call it, as the proto says. ADMIN may call all."""
 
-_SENDS_BYTES: Final = frozenset({"JoinSession", "ServerSession"})
+_SENDS_BYTES: Final = frozenset({"JoinSession", "ServerSession", "GetRanks"})
 
 
 def register(servicer: Any, server: grpc.aio.Server) -> None:

@@ -4,10 +4,10 @@ InvalidRequestError. Whether a request fits the state of its job is decided in t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from shoal_common.errors import InvalidRequestError
+from shoal_common.errors import InvalidRequestError, StaleGenerationError
 from shoal_common.tables.declaration import TableSpec, wrong_shape
 from shoal_protos.v1 import coordinator_pb2 as pb
 
@@ -31,7 +31,7 @@ from shoal_coordinator.membership.events import (
 from shoal_coordinator.membership.pulse import Progress
 from shoal_coordinator.membership.shards import ITEM_BYTES, TensorSpec
 from shoal_coordinator.membership.spec import DEFAULT_LEASE_MS, DEFAULT_STALL_TIMEOUT_MS, LARGEST_WORLD, MOST_SERVERS, JobSpec
-from shoal_coordinator.membership.state import Identity, JobEnding, RunId
+from shoal_coordinator.membership.state import Generation, Identity, JobEnding, JobState, RunId
 from shoal_coordinator.service import checks
 from shoal_coordinator.service.checks import number, wrong
 
@@ -204,6 +204,31 @@ def parse_drain(message: pb.DrainMemberRequest) -> DrainRequested:
     if which == "rank":
         return DrainRequested(member_id=None, rank=number("rank", message.rank, high=LARGEST_WORLD - 1), reason=reason)
     raise InvalidRequestError("neither member_id nor rank is given; say which member is to leave")
+
+
+def parse_job_filter(message: pb.GetJobRequest) -> tuple[str, int]:
+    """Which members are asked after: one, or those below a step; "" and 0: all."""
+    member_id = checks.identifier("member_id", message.member_id, required=False)
+    below_step = number("below_step", message.below_step)
+    if member_id and below_step:
+        raise InvalidRequestError(f"member_id={member_id!r} and below_step={below_step}: ask after one member, or after those behind")
+    return member_id, below_step
+
+
+def parse_ranks(message: pb.GetRanksRequest, state: JobState) -> tuple[Generation, Sequence[int]]:
+    """The newest generation, and the ranks of it that are asked for; none: all. Raises StaleGenerationError if another is meant."""
+    number("generation", message.generation, low=1, high=checks.LARGEST_INT64)
+    generation = state.generation
+    if generation is None or (message.generation, message.nonce) != (generation.number, generation.nonce):
+        newest = "none yet" if generation is None else f"{generation.number}, under a nonce that its members are told"
+        raise StaleGenerationError(
+            f"generation={message.generation}: the newest generation of job {state.spec.job_id} is {newest}; "
+            "a member is told of a newer one in its session"
+        )
+    world_size = len(generation.ranks)
+    if len(message.ranks) > world_size:
+        raise InvalidRequestError(f"{len(message.ranks)} ranks are asked for, and generation {generation.number} has {world_size}")
+    return generation, [number("ranks", rank, high=world_size - 1) for rank in message.ranks]
 
 
 def parse_stop(message: pb.StopJobRequest) -> StopRequested:

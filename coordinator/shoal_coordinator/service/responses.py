@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Final
 
+from shoal_common.rank_table import MOST_TOLD_WHOLE, runs
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_coordinator.membership.effects import SendMove, SendPlace
@@ -26,6 +29,7 @@ from shoal_coordinator.membership.state import (
 from shoal_coordinator.state.store import StoredEvent
 
 _SILENT_MS: Final = 5_000
+MOST_BEHIND: Final = 64
 JOB_PHASES: Final = {
     JobPhase.WAITING: pb.JOB_PHASE_WAITING,
     JobPhase.RUNNING: pb.JOB_PHASE_RUNNING,
@@ -94,36 +98,79 @@ def spec_message(spec: JobSpec) -> pb.JobSpec:
 
 
 def generation_message(generation: Generation) -> pb.Generation:
-    """One agreed membership. Some 100 bytes a rank."""
+    """One agreed membership with its whole table. Some 100 bytes a rank."""
+    message = _generation_head(generation)
+    message.ranks.extend(rank_message(generation, position) for position in range(len(generation.ranks)))
+    return message
+
+
+def announcement(generation: Generation, *, most_whole: int = MOST_TOLD_WHOLE) -> Callable[[int], bytes]:
+    """The serialized directive that tells the member of a rank of this generation, by the rank: what all are told is serialized once.
+
+    With the whole table up to `most_whole` ranks; above, what has changed, in whose place GetRanks stands for those that it does not help.
+    """
+    head = _generation_head(generation)
+    if len(generation.ranks) <= most_whole:
+        head.ranks.extend(rank_message(generation, position) for position in range(len(generation.ranks)))
+    elif (change := generation.change) is not None:
+        added = [rank_message(generation, position) for position in change.added]
+        head.change.CopyFrom(pb.RankChange(since=change.since, removed=change.removed, added=added))
+    for_all = pb.MemberDirective(generation=head).SerializeToString()
+    # Serialized messages one behind the other are read as one.
+    return lambda rank: for_all + pb.MemberDirective(rank=rank).SerializeToString()
+
+
+def ranks_message(generation: Generation, positions: Iterable[int]) -> pb.GetRanksResponse:
+    """Some ranks of a generation."""
+    return pb.GetRanksResponse(ranks=[rank_message(generation, position) for position in positions])
+
+
+def rank_message(generation: Generation, position: int) -> pb.Rank:
+    """One rank of a generation."""
+    rank = generation.ranks[position]
+    return pb.Rank(
+        rank=position,
+        member_id=rank.member_id,
+        host=rank.host,
+        local_rank=rank.local_rank,
+        local_world_size=rank.local_world_size,
+        donor_address=rank.donor_address,
+        donor_key=rank.donor_key,
+        joining=rank.joining,
+    )
+
+
+def _generation_head(generation: Generation) -> pb.Generation:
+    """All but the table."""
     return pb.Generation(
         number=generation.number,
         nonce=generation.nonce,
         cause=CAUSES[generation.cause],
-        ranks=[
-            pb.Rank(
-                rank=position,
-                member_id=rank.member_id,
-                host=rank.host,
-                local_rank=rank.local_rank,
-                local_world_size=rank.local_world_size,
-                donor_address=rank.donor_address,
-                donor_key=rank.donor_key,
-                joining=rank.joining,
-            )
-            for position, rank in enumerate(generation.ranks)
-        ],
         interrupts_below=generation.interrupts_below,
         created_unix_ms=generation.created_unix_ms,
+        world_size=len(generation.ranks),
+        table_digest=generation.table_digest,
+        joining=runs(position for position, rank in enumerate(generation.ranks) if rank.joining),
+        most_local_ranks=max(rank.local_world_size for rank in generation.ranks),
     )
 
 
-def job_message(state: JobState, pulses: Pulses, now_unix_ms: int, *, now_ms: int = 0) -> pb.GetJobResponse:
+def job_message(
+    state: JobState, pulses: Pulses, now_unix_ms: int, *, now_ms: int = 0, member_id: str = "", below_step: int = 0
+) -> pb.GetJobResponse:
     """All that can be seen of a job: members with a rank first. The generation goes without its nonce and the members' donor keys, with
-    which a member's state can be fetched: those are told in members' own sessions only. `now_ms`: Now.ms, for who is not heard of."""
+    which a member's state can be fetched: those are told in members' own sessions only. `now_ms`: Now.ms, for who is not heard of.
+    `member_id`, `below_step`: shoal.v1.GetJobRequest."""
     places = {} if state.generation is None or state.phase is JobPhase.WAITING else state.generation.rank_of
     last = len(places)
-    members = sorted(state.members.values(), key=lambda m: (places.get(m.member_id, last), m.joined_unix_ms, m.member_id))
-    generation = None if state.generation is None else generation_message(state.generation)
+    if member_id:
+        members = [state.members[member_id]] if member_id in state.members else []
+    elif below_step:
+        members = _behind(state, pulses, below_step)
+    else:
+        members = sorted(state.members.values(), key=lambda m: (places.get(m.member_id, last), m.joined_unix_ms, m.member_id))
+    make = _generation_head if member_id or below_step else generation_message
+    generation = None if state.generation is None else make(state.generation)
     if generation is not None:
         generation.ClearField("nonce")
         for rank in generation.ranks:
@@ -141,6 +188,18 @@ def job_message(state: JobState, pulses: Pulses, now_unix_ms: int, *, now_ms: in
         run=run_message(state.run),
         past_runs=[past_run_message(past) for past in state.past_runs],
     )
+
+
+def _behind(state: JobState, pulses: Pulses, step: int) -> list[Member]:
+    """Also of a job on hold, and of members that a newer generation has left out."""
+    ranked = {} if state.generation is None else state.generation.rank_of
+    found = (
+        member
+        for member_id, member in state.members.items()
+        if (member_id in ranked or member.phase is MemberPhase.DRAINING)
+        and ((pulse := pulses.members.get(member_id)) is None or pulse.progress.step < step)
+    )
+    return list(itertools.islice(found, MOST_BEHIND))
 
 
 def summary_message(state: JobState) -> pb.JobSummary:

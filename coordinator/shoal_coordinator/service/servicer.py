@@ -74,7 +74,8 @@ class CoordinatorServicer:
             if (past := runs.find_past(job.state, run)) is not None:
                 return responses.ended_run_message(past, job.state, now.unix_ms)
             self._check_run(job.state, run)
-        return responses.job_message(job.state, job.pulses, now.unix_ms, now_ms=now.ms)
+        member_id, below_step = requests.parse_job_filter(request)
+        return responses.job_message(job.state, job.pulses, now.unix_ms, now_ms=now.ms, member_id=member_id, below_step=below_step)
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: Any) -> pb.ListJobsResponse:  # noqa: N802
         """All jobs, by id."""
@@ -115,6 +116,14 @@ class CoordinatorServicer:
         async with aclosing(self._servers.serve(messages)) as directives:
             async for directive in directives:
                 yield directive
+
+    async def GetRanks(self, request: pb.GetRanksRequest, context: Any) -> bytes:  # noqa: N802
+        """Ranks of the newest generation, from memory; the whole table is serialized once, for all that ask for it."""
+        job = self._job(request)
+        generation, positions = requests.parse_ranks(request, job.state)
+        if positions:
+            return bytes(responses.ranks_message(generation, positions).SerializeToString())
+        return job.sessions.whole_table(generation)
 
     # --------------------------------------------------------------------------------------------------------------- data
 

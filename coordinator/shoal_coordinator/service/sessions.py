@@ -5,7 +5,7 @@ Belongs to the event loop. A message that goes to many is serialized once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from shoal_common.errors import PreconditionError, ShoalError
 from shoal_protos.v1 import coordinator_pb2 as pb
@@ -28,8 +28,9 @@ from shoal_coordinator.membership.effects import (
     StopServers,
 )
 from shoal_coordinator.membership.reasons import Refusal
+from shoal_coordinator.membership.state import Generation
 from shoal_coordinator.service.mailbox import Mailbox, Slot
-from shoal_coordinator.service.responses import generation_message, move_message, place_message
+from shoal_coordinator.service.responses import announcement, move_message, place_message, ranks_message
 
 
 class Sessions:
@@ -38,6 +39,10 @@ class Sessions:
     def __init__(self) -> None:
         self.members: dict[str, Mailbox] = {}
         self.servers: dict[str, Mailbox] = {}
+        self._told: tuple[Generation, Callable[[int], bytes]] | None = None
+        """The generation announced last, and what tells its ranks of it."""
+        self._table: tuple[Generation, bytes] | None = None
+        """The generation whose whole table was asked for last, and that."""
 
     def attach_member(self, member_id: str, mailbox: Mailbox) -> None:
         """A member's stream is open; an older one of the same member ends."""
@@ -65,11 +70,11 @@ class Sessions:
         for effect in effects:
             match effect:
                 case AnnounceGeneration(generation=generation):
-                    message = pb.MemberDirective(generation=generation_message(generation)).SerializeToString()
-                    for rank in generation.ranks:
-                        self._tell(rank.member_id, Slot.PLACEMENT, message)
-                case SendGeneration():
-                    message = pb.MemberDirective(generation=generation_message(effect.generation)).SerializeToString()
+                    told = self._announcement(generation)
+                    for position, rank in enumerate(generation.ranks):
+                        self._tell(rank.member_id, Slot.PLACEMENT, told(position))
+                case SendGeneration(generation=generation):
+                    message = self._announcement(generation)(generation.rank_of[effect.member_id])
                     self._tell(effect.member_id, Slot.PLACEMENT, message)
                 case SendStandby():
                     message = pb.MemberDirective(standby=pb.Standby(reason=effect.reason, apart_from=effect.apart_from)).SerializeToString()
@@ -110,6 +115,17 @@ class Sessions:
                     for mailbox in self.servers.values():
                         mailbox.post(Slot.STOP, message)
 
+    def whole_table(self, generation: Generation) -> bytes:
+        """The serialized answer of GetRanks that holds all of its ranks."""
+        if self._table is None or self._table[0] is not generation:
+            self._table = (generation, ranks_message(generation, range(len(generation.ranks))).SerializeToString())
+        return self._table[1]
+
+    def _announcement(self, generation: Generation) -> Callable[[int], bytes]:
+        if self._told is None or self._told[0] is not generation:
+            self._told = (generation, announcement(generation))
+        return self._told[1]
+
     def _tell(self, member_id: str, slot: Slot, message: bytes) -> None:
         mailbox = self.members.get(member_id)
         if mailbox is not None:
@@ -121,12 +137,13 @@ class Sessions:
             mailbox.post(slot, directive.SerializeToString())
 
     def _tell_servers(self, effect: SendMembers) -> None:
+        told = [name for name in (self.servers if effect.server_id is None else [effect.server_id]) if name in self.servers]
+        if not told:
+            return
         members = pb.Members(generation=effect.generation, member_ids=effect.member_ids)
         message = pb.ServerDirective(members=members).SerializeToString()
-        told = self.servers if effect.server_id is None else [effect.server_id]
         for server_id in told:
-            if server_id in self.servers:
-                self.servers[server_id].post(Slot.MEMBERS, message)
+            self.servers[server_id].post(Slot.MEMBERS, message)
 
 
 def _replace(mailboxes: dict[str, Mailbox], name: str, mailbox: Mailbox) -> None:

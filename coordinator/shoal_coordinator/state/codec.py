@@ -1,8 +1,9 @@
 """How a job's state is written: one Redis hash per job, JSON in its fields, so that a transition writes only what it changed.
 
-Fields: `header` (the small parts), `generation`, `layout`, `moves`, and one per entry of the mappings: `member:ID`, `departed:ID`,
-`server:ID`, `loader:NAME`. The store adds fields of its own (store.py). Keys of dataclasses are written by name, so a later release can add
-fields with defaults; `format` in the header is raised when an older release could not read the state any more.
+Fields: `header` (the small parts), `generation` (all of it but the ranks), `ranks` (the whole table of a generation, with its number),
+`change:NUMBER` (how each later one's table comes from the one before), `layout`, `moves`, and one per entry of the mappings: `member:ID`,
+`departed:ID`, `server:ID`, `loader:NAME`. The store adds fields of its own (store.py). Keys of dataclasses are written by name, so a later
+release can add fields with defaults; `format` in the header is raised when an older release could not read the state any more.
 
 What is read was written by this module; whatever does not parse is CorruptDataError, with the field's name.
 """
@@ -10,11 +11,13 @@ What is read was written by this module; whatever does not parse is CorruptDataE
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
-from functools import partial
-from typing import Any, Final, TypeVar
+from functools import cache, partial
+from typing import Any, Final, TypeVar, cast
 
+from shoal_common import rank_table
 from shoal_common.errors import CorruptDataError
 from shoal_common.tables.declaration import TableSpec
 
@@ -37,6 +40,7 @@ from shoal_coordinator.membership.state import (
     Moves,
     PastRun,
     Rank,
+    RankChange,
     RunId,
     Server,
     ServerRole,
@@ -45,7 +49,9 @@ from shoal_coordinator.membership.state import (
 
 T = TypeVar("T")
 
-FORMAT: Final = 3
+FORMAT: Final = 4
+_READABLE: Final = (3, 4)
+"""In format 3 the ranks stand within `generation`."""
 _HEADER: Final = ("number", "last_order", "stop_reason", "departing")
 _LATER: Final = ("run_above", "ended_unix_ms")
 """Numbers of the header that older releases did not write: then they are 0."""
@@ -66,7 +72,11 @@ def encode_changes(state: JobState, changes: Changes) -> Written:
     if changes.header:
         put["header"] = _dump(_header(state))
     if changes.generation:
-        _write(put, remove, "generation", None if state.generation is None else _generation(state.generation))
+        if state.generation is None:
+            remove += ("generation", "ranks")
+        else:
+            put |= _generation(state.generation, whole=changes.table)
+        remove += (f"change:{number}" for number in sorted(changes.dropped_changes))
     if changes.layout:
         _write(put, remove, "layout", None if state.layout is None else _layout(state.layout))
     if changes.moves:
@@ -81,6 +91,8 @@ def everything(state: JobState) -> Changes:
     return Changes(
         header=True,
         generation=True,
+        table=True,
+        dropped_changes=frozenset(),
         layout=True,
         moves=True,
         members=frozenset(state.members),
@@ -97,7 +109,7 @@ def decode_state(written: Mapping[str, str]) -> JobState:
     members = _read_all(written, "member", lambda _, value: _parse_member(value))
     return JobState(
         **header,
-        generation=_read(written, "generation", _parse_generation) if "generation" in written else None,
+        generation=_read_generation(written) if "generation" in written else None,
         layout=_read(written, "layout", _parse_layout) if "layout" in written else None,
         moves=_read(written, "moves", _parse_moves) if "moves" in written else Moves(),  # an older release wrote none
         members=dict(sorted(members.items(), key=lambda item: (item[1].joined_unix_ms, item[0]))),
@@ -123,7 +135,7 @@ def _entries(state: JobState, changes: Changes) -> Iterator[tuple[str, dict[str,
     """Name and value of each changed entry of a mapping; None: it is gone."""
     for member_id in changes.members:
         member = state.members.get(member_id)
-        yield f"member:{member_id}", None if member is None else {"identity": asdict(member.identity), **_shallow(member, "identity")}
+        yield f"member:{member_id}", None if member is None else {"identity": _shallow(member.identity), **_shallow(member, "identity")}
     for member_id in changes.departed:
         departure = state.departed.get(member_id)
         yield f"departed:{member_id}", None if departure is None else _shallow(departure)
@@ -149,8 +161,24 @@ def _header(state: JobState) -> dict[str, Any]:
     }
 
 
-def _generation(generation: Generation) -> dict[str, Any]:
-    return {**_shallow(generation, "ranks"), "ranks": [_shallow(rank) for rank in generation.ranks]}
+def _generation(generation: Generation, *, whole: bool) -> dict[str, str]:
+    """Its fields. Of the table what has changed, unless that stands nowhere, or `whole` is asked for."""
+    head = _shallow(generation, "ranks", "change")
+    head["change"] = None if generation.change is None else _shallow(generation.change)
+    head["joining"] = rank_table.runs(position for position, rank in enumerate(generation.ranks) if rank.joining)
+    put = {"generation": _dump(head)}
+    change = generation.change
+    if whole or not generation.written or change is None:
+        put["ranks"] = _dump({"number": generation.number, "ranks": [_rank(rank) for rank in generation.ranks]})
+    else:
+        added = [[position, _rank(generation.ranks[position])] for position in change.added]
+        put[f"change:{generation.number}"] = _dump({**_shallow(change), "added": added})
+    return put
+
+
+def _rank(rank: Rank) -> list[str]:
+    """What is its own: the rest follows from the table."""
+    return [rank.member_id, rank.host, rank.donor_address, rank.donor_key]
 
 
 def _layout(layout: ShardLayout) -> dict[str, Any]:
@@ -191,7 +219,12 @@ def _runs(batches: Iterable[int]) -> list[list[int]]:
 
 
 def _shallow(value: Any, *without: str) -> dict[str, Any]:
-    return {item.name: getattr(value, item.name) for item in fields(value) if item.name not in without}
+    return {name: getattr(value, name) for name in _names(cast(Any, type(value))) if name not in without}
+
+
+@cache
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(item.name for item in fields(kind))
 
 
 def _dump(value: Any) -> str:
@@ -222,8 +255,8 @@ def _read_all(written: Mapping[str, str], kind: str, parse: Callable[[str, Any],
 
 
 def _parse_header(value: Any) -> dict[str, Any]:
-    if value["format"] != FORMAT:
-        raise ValueError(f"format {value['format']}, this release reads {FORMAT}")
+    if value["format"] not in _READABLE:
+        raise ValueError(f"format {value['format']}, this release reads {' and '.join(map(str, _READABLE))}")
     return {
         "spec": JobSpec(**value["spec"]),
         "phase": JobPhase(value["phase"]),
@@ -249,9 +282,61 @@ def _parse_member(value: Any) -> Member:
     return Member(**{**value, "identity": Identity(**value["identity"]), "phase": MemberPhase(value["phase"])})
 
 
-def _parse_generation(value: Any) -> Generation:
+def _read_generation(written: Mapping[str, str]) -> Generation:
+    head = _read(written, "generation", dict)
+    if "ranks" in head:  # as an older release wrote it
+        return _read(written, "generation", _parse_older_generation)
+    number, table = _read(written, "ranks", lambda value: (int(value["number"]), list(value["ranks"])))
+    for later in sorted(later for later in head["written"] if later > number):
+        name = f"change:{later}"
+        number, table = later, _read(written, name, partial(_followed, table, number))
+    if number != head["number"]:
+        raise CorruptDataError(f"field 'ranks' and the changes since are of generation {number}, and the newest one is {head['number']}")
+    return _read(written, "generation", partial(_parse_generation, table))
+
+
+def _followed(table: list[list[str]], number: int, value: Any) -> list[list[str]]:
+    if value["since"] != number:
+        raise ValueError(f"a change since generation {value['since']}, where that before is {number}")
+    return rank_table.follow(table, value["removed"], [(position, rank) for position, rank in value["added"]])
+
+
+def _parse_generation(table: list[list[str]], value: Any) -> Generation:
+    joining = set(rank_table.of_runs(value["joining"], len(table)))
+    blocks = Counter(host for _, host, _, _ in table)
+    seen: Counter[str] = Counter()
+    ranks = []
+    for position, (member_id, host, donor_address, donor_key) in enumerate(table):
+        ranks.append(
+            Rank(
+                member_id=member_id,
+                host=host,
+                local_rank=seen[host],
+                local_world_size=blocks[host],
+                donor_address=donor_address,
+                joining=position in joining,
+                donor_key=donor_key,
+            )
+        )
+        seen[host] += 1
+    change = value["change"]
+    return Generation(
+        number=value["number"],
+        nonce=value["nonce"],
+        cause=Cause(value["cause"]),
+        ranks=tuple(ranks),
+        interrupts_below=value["interrupts_below"],
+        created_unix_ms=value["created_unix_ms"],
+        change=None
+        if change is None
+        else RankChange(since=change["since"], removed=tuple(change["removed"]), added=tuple(change["added"])),
+        written=tuple(value["written"]),
+    )
+
+
+def _parse_older_generation(value: Any) -> Generation:
     ranks = tuple(Rank(**rank) for rank in value["ranks"])
-    return Generation(**{**value, "cause": Cause(value["cause"]), "ranks": ranks})
+    return Generation(**{**value, "cause": Cause(value["cause"]), "ranks": ranks, "written": None})
 
 
 def _parse_layout(value: Any) -> ShardLayout:

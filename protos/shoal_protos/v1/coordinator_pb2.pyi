@@ -124,12 +124,16 @@ class CreateJobResponse(_message.Message):
     def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., created: _Optional[bool] = ..., run: _Optional[_Union[RunId, _Mapping]] = ..., begun: _Optional[bool] = ..., previous: _Optional[_Union[RunStatus, _Mapping]] = ..., now_unix_ms: _Optional[int] = ...) -> None: ...
 
 class GetJobRequest(_message.Message):
-    __slots__ = ("job_id", "run")
+    __slots__ = ("job_id", "run", "member_id", "below_step")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    BELOW_STEP_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     run: RunId
-    def __init__(self, job_id: _Optional[str] = ..., run: _Optional[_Union[RunId, _Mapping]] = ...) -> None: ...
+    member_id: str
+    below_step: int
+    def __init__(self, job_id: _Optional[str] = ..., run: _Optional[_Union[RunId, _Mapping]] = ..., member_id: _Optional[str] = ..., below_step: _Optional[int] = ...) -> None: ...
 
 class GetJobResponse(_message.Message):
     __slots__ = ("spec", "phase", "generation", "members", "servers", "now_unix_ms", "ending", "ending_reason", "waits_for", "run", "past_runs")
@@ -378,23 +382,25 @@ class Leave(_message.Message):
     def __init__(self, reason: _Optional[_Union[Leave.Reason, str]] = ..., detail: _Optional[str] = ..., alone: _Optional[bool] = ..., steps: _Optional[int] = ...) -> None: ...
 
 class MemberDirective(_message.Message):
-    __slots__ = ("welcome", "generation", "drain", "stop", "standby", "notice")
+    __slots__ = ("welcome", "generation", "drain", "stop", "standby", "notice", "rank")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     STANDBY_FIELD_NUMBER: _ClassVar[int]
     NOTICE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     generation: Generation
     drain: Drain
     stop: Stop
     standby: Standby
     notice: Notice
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., generation: _Optional[_Union[Generation, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., standby: _Optional[_Union[Standby, _Mapping]] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ...) -> None: ...
+    rank: int
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., generation: _Optional[_Union[Generation, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., standby: _Optional[_Union[Standby, _Mapping]] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class Generation(_message.Message):
-    __slots__ = ("number", "nonce", "cause", "ranks", "interrupts_below", "created_unix_ms")
+    __slots__ = ("number", "nonce", "cause", "ranks", "interrupts_below", "created_unix_ms", "world_size", "table_digest", "change", "joining", "most_local_ranks")
     class Cause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         CAUSE_UNSPECIFIED: _ClassVar[Generation.Cause]
@@ -411,13 +417,51 @@ class Generation(_message.Message):
     RANKS_FIELD_NUMBER: _ClassVar[int]
     INTERRUPTS_BELOW_FIELD_NUMBER: _ClassVar[int]
     CREATED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TABLE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    JOINING_FIELD_NUMBER: _ClassVar[int]
+    MOST_LOCAL_RANKS_FIELD_NUMBER: _ClassVar[int]
     number: int
     nonce: str
     cause: Generation.Cause
     ranks: _containers.RepeatedCompositeFieldContainer[Rank]
     interrupts_below: int
     created_unix_ms: int
-    def __init__(self, number: _Optional[int] = ..., nonce: _Optional[str] = ..., cause: _Optional[_Union[Generation.Cause, str]] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., interrupts_below: _Optional[int] = ..., created_unix_ms: _Optional[int] = ...) -> None: ...
+    world_size: int
+    table_digest: bytes
+    change: RankChange
+    joining: _containers.RepeatedScalarFieldContainer[int]
+    most_local_ranks: int
+    def __init__(self, number: _Optional[int] = ..., nonce: _Optional[str] = ..., cause: _Optional[_Union[Generation.Cause, str]] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., interrupts_below: _Optional[int] = ..., created_unix_ms: _Optional[int] = ..., world_size: _Optional[int] = ..., table_digest: _Optional[bytes] = ..., change: _Optional[_Union[RankChange, _Mapping]] = ..., joining: _Optional[_Iterable[int]] = ..., most_local_ranks: _Optional[int] = ...) -> None: ...
+
+class RankChange(_message.Message):
+    __slots__ = ("since", "removed", "added")
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    ADDED_FIELD_NUMBER: _ClassVar[int]
+    since: int
+    removed: _containers.RepeatedScalarFieldContainer[int]
+    added: _containers.RepeatedCompositeFieldContainer[Rank]
+    def __init__(self, since: _Optional[int] = ..., removed: _Optional[_Iterable[int]] = ..., added: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ...) -> None: ...
+
+class GetRanksRequest(_message.Message):
+    __slots__ = ("job_id", "generation", "nonce", "ranks")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    generation: int
+    nonce: str
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, job_id: _Optional[str] = ..., generation: _Optional[int] = ..., nonce: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GetRanksResponse(_message.Message):
+    __slots__ = ("ranks",)
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    ranks: _containers.RepeatedCompositeFieldContainer[Rank]
+    def __init__(self, ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ...) -> None: ...
 
 class Rank(_message.Message):
     __slots__ = ("rank", "member_id", "host", "local_rank", "local_world_size", "donor_address", "joining", "donor_key")

@@ -63,6 +63,11 @@ class CoordinatorStub:
                 request_serializer=shoal__protos_dot_v1_dot_coordinator__pb2.MemberMessage.SerializeToString,
                 response_deserializer=shoal__protos_dot_v1_dot_coordinator__pb2.MemberDirective.FromString,
                 _registered_method=True)
+        self.GetRanks = channel.unary_unary(
+                '/shoal.v1.Coordinator/GetRanks',
+                request_serializer=shoal__protos_dot_v1_dot_coordinator__pb2.GetRanksRequest.SerializeToString,
+                response_deserializer=shoal__protos_dot_v1_dot_coordinator__pb2.GetRanksResponse.FromString,
+                _registered_method=True)
         self.ReportExit = channel.unary_unary(
                 '/shoal.v1.Coordinator/ReportExit',
                 request_serializer=shoal__protos_dot_v1_dot_coordinator__pb2.ReportExitRequest.SerializeToString,
@@ -153,6 +158,15 @@ class CoordinatorServicer:
         network: like after a coordinator restart, they have their leases to come back. Whoever reconnects gives the same member_id,
         keeps its place and says `ready` and `collective_failure` again if they still hold; a member that was put out gets
         FAILED_PRECONDITION / MEMBER_REPLACED, and its process starts anew with a new member_id. Role: worker.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetRanks(self, request, context):
+        """Ranks of the newest generation, by a member of it: what JoinSession leaves out in large worlds. Called when somebody needs to know of a
+        peer, or of all, and the change that came with the generation did not tell it. From memory: also while Redis is away. Role: worker.
+        FAILED_PRECONDITION / STALE_GENERATION when a newer one was written, which the session tells of, or when `nonce` is not that generation's.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -251,6 +265,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.JoinSession,
                     request_deserializer=shoal__protos_dot_v1_dot_coordinator__pb2.MemberMessage.FromString,
                     response_serializer=shoal__protos_dot_v1_dot_coordinator__pb2.MemberDirective.SerializeToString,
+            ),
+            'GetRanks': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRanks,
+                    request_deserializer=shoal__protos_dot_v1_dot_coordinator__pb2.GetRanksRequest.FromString,
+                    response_serializer=shoal__protos_dot_v1_dot_coordinator__pb2.GetRanksResponse.SerializeToString,
             ),
             'ReportExit': grpc.unary_unary_rpc_method_handler(
                     servicer.ReportExit,
@@ -415,6 +434,33 @@ class Coordinator:
             '/shoal.v1.Coordinator/JoinSession',
             shoal__protos_dot_v1_dot_coordinator__pb2.MemberMessage.SerializeToString,
             shoal__protos_dot_v1_dot_coordinator__pb2.MemberDirective.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRanks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.Coordinator/GetRanks',
+            shoal__protos_dot_v1_dot_coordinator__pb2.GetRanksRequest.SerializeToString,
+            shoal__protos_dot_v1_dot_coordinator__pb2.GetRanksResponse.FromString,
             options,
             channel_credentials,
             insecure,

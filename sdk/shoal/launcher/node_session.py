@@ -11,12 +11,12 @@ import queue
 import socket
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from shoal_common.clients.coordinator import CoordinatorClient
-from shoal_common.errors import DeadlineError, PreconditionError, ShoalError, UnavailableError, UnknownResourceError
+from shoal_common.errors import DeadlineError, PreconditionError, ShoalError, StaleGenerationError, UnavailableError, UnknownResourceError
 from shoal_common.settings import parse_address
 from shoal_protos.v1 import coordinator_pb2 as pb
 
@@ -144,15 +144,29 @@ class NodeSession:
                 self._interval_s = directive.welcome.heartbeat_interval_ms / 1000
             case "generation":
                 generation = directive.generation
-                placement = _placement(generation, self._join.member_id)
-                starts = tuple(rank.donor_key for rank in generation.ranks)
-                self.standing = Standing(generation=generation.number, placement=placement, starts=starts)
+                ranks = generation.ranks or self._ask_ranks(generation)
+                if ranks:
+                    placement = _placement(ranks, self._join.member_id)
+                    starts = tuple(rank.donor_key for rank in ranks)
+                    self.standing = Standing(generation=generation.number, placement=placement, starts=starts)
             case "standby":
                 self.standing = Standing(generation=self.standing.generation, placement=None, why=directive.standby.reason)
             case "stop":
                 self.stopped = directive.stop.reason or "nobody said why"
             case "drain":
                 self.stopped = directive.drain.reason or "this launcher was drained"
+
+    def _ask_ranks(self, generation: pb.Generation) -> Sequence[pb.Rank]:
+        """Who is in a generation that is too large to be told whole; nobody: there is a newer one, of which this launcher is told next.
+
+        Raises:
+            UnavailableError, DeadlineError: the coordinator is away, and tells of the generation again when it is back.
+        """
+        try:
+            answer = self._client.get_ranks(self._join.job_id, generation=generation.number, nonce=generation.nonce)
+        except StaleGenerationError:
+            return ()
+        return list(answer.ranks)
 
     def _messages(self, outgoing: queue.SimpleQueue[pb.Leave | None]) -> Iterator[pb.MemberMessage]:
         """What is sent on one stream; drawn by gRPC."""
@@ -174,7 +188,7 @@ class NodeSession:
             return
 
 
-def _placement(generation: pb.Generation, member_id: str) -> NodePlacement:
-    rank = next(rank.rank for rank in generation.ranks if rank.member_id == member_id)
-    master = parse_address(generation.ranks[0].donor_address)
-    return NodePlacement(node_rank=rank, node_count=len(generation.ranks), master_address=master.host, master_port=master.port)
+def _placement(ranks: Sequence[pb.Rank], member_id: str) -> NodePlacement:
+    rank = next(rank.rank for rank in ranks if rank.member_id == member_id)
+    master = parse_address(ranks[0].donor_address)
+    return NodePlacement(node_rank=rank, node_count=len(ranks), master_address=master.host, master_port=master.port)

@@ -311,6 +311,9 @@ def test_a_session_must_begin_with_its_introduction(channel: grpc.Channel) -> No
             "INVALID_ARGUMENT",
             "REQUEST_INVALID",
         ),
+        ("GetRanks", pb.GetRanksRequest(job_id="nope", generation=1), "NOT_FOUND", "JOB_UNKNOWN"),
+        ("GetRanks", pb.GetRanksRequest(job_id=JOB, generation=0), "INVALID_ARGUMENT", "REQUEST_INVALID"),
+        ("GetRanks", pb.GetRanksRequest(job_id=JOB, generation=1), "FAILED_PRECONDITION", "STALE_GENERATION"),
         ("GetShardMap", pb.GetShardMapRequest(job_id=JOB), "FAILED_PRECONDITION", "TENSORS_UNDECLARED"),
     ],
 )

@@ -30,18 +30,20 @@ def value(coordinator: Coordinator, name: str, **labels: str) -> float:
 
 def test_service_discovery_lists_who_serves_metrics(make_job: MakeJob, shared_coordinator: Coordinator) -> None:
     job = make_job(together=2)
-    job.form("a", "b")
-    job.start("c")
 
     def mine() -> list[dict[str, Any]]:
         return [target for target in json.loads(page(shared_coordinator, "/sd")) if target["labels"]["job_id"] == job.job_id]
 
+    for index, name in enumerate("abc"):
+        job.start(name, index=index)
     eventually(lambda: len(mine()) == 3, "three targets")
-    assert [(t["targets"], t["labels"]["role"], t["labels"]["member_id"], t["labels"]["rank"]) for t in mine()] == [
-        (["127.0.0.1:9"], "worker", "a", "0"),
-        (["127.0.0.1:9"], "worker", "b", "1"),
-        (["127.0.0.1:9"], "worker", "c", ""),
-    ]
+    before = mine()
+    assert [(*target["targets"], target["labels"]["instance"]) for target in before] == [("127.0.0.1:9", f"h1/{slot}") for slot in range(3)]
+    assert not {"rank", "member_id"} & before[0]["labels"].keys()
+    job.members[0].kill()
+    job.start("d", index=0)
+    eventually(lambda: "d" in {member.member_id for member in job.get().members}, "another process in the place of the first")
+    assert mine() == before
 
 
 def test_metrics_tell_of_generations_members_and_losses(make_job: MakeJob, shared_coordinator: Coordinator) -> None:

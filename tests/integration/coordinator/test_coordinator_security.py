@@ -36,6 +36,7 @@ PROTO_SAYS = {
     "StopJob": set(),
     "ServerSession": {"server"},
     "DeclareTensors": {"worker"},
+    "GetRanks": {"worker"},
     "GetShardMap": {"worker", "server", "viewer"},
     "LeaseBatches": {"worker"},
     "WatchEvents": {"worker", "server", "viewer"},

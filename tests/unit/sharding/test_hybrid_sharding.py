@@ -8,6 +8,7 @@ import pytest
 import shoal
 import torch
 from shoal_common.errors import ConfigurationError
+from shoal_worker.elastic.generation import topology_of
 from shoal_worker.sharding.layout import Division, in_replicas
 from torch import nn
 
@@ -91,7 +92,7 @@ def test_deterministic_results_do_not_depend_on_the_replicas() -> None:
     ],
 )
 def test_replicas_have_a_hosts_ranks_or_more_so_that_they_come_out_even(hosts: str, wanted: int | None, shards: int) -> None:
-    assert in_replicas(list(hosts), wanted).shards == shards
+    assert in_replicas(topology_of(list(hosts)), wanted).shards == shards
 
 
 def test_with_several_replicas_nothing_is_mirrored_and_with_one_every_shard_is() -> None:

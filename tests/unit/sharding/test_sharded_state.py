@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from shoal_common.errors import ConfigurationError
+from shoal_worker.elastic.generation import topology_of
 from shoal_worker.elastic.group import LocalChannel
 from shoal_worker.engine.parameter_groups import by_bytes
 from shoal_worker.sharding.execution import ShardedExecution
@@ -72,7 +73,7 @@ class Rank:
 
 
 def generation(number: int, world_size: int, ranks: RankThread) -> Any:
-    group = SimpleNamespace(generation=SimpleNamespace(number=number, peers=[SimpleNamespace(host="h")] * world_size))
+    group = SimpleNamespace(generation=SimpleNamespace(number=number, topology=topology_of(["h"] * world_size)))
     for name in ("rank", "world_size", "all_gather_integers", "all_to_all"):
         setattr(group, name, getattr(ranks, name))
     return group
@@ -90,7 +91,7 @@ def test_an_optimizers_state_outlives_ranks_that_die(name: str) -> None:
 
     def first(ranks: RankThread) -> None:
         own = survivors[ranks.rank]
-        own.state.cut_whole(number=1, rank=ranks.rank, hosts=["h"] * 3)
+        own.state.cut_whole(number=1, rank=ranks.rank, topology=topology_of(["h"] * 3))
         own.step(ranks)
 
     run_ranks(3, first)
@@ -117,7 +118,7 @@ def test_an_optimizers_state_outlives_ranks_that_die(name: str) -> None:
 
 def test_a_rank_that_has_cut_nothing_yet_stands_in_for_the_dead() -> None:
     survivors = [Rank(OPTIMIZERS["momentum"]) for _ in range(2)]
-    survivors[0].state.cut_whole(number=1, rank=0, hosts=["h"] * 4)  # ranks 2 and 3 die before rank 1 has begun the step
+    survivors[0].state.cut_whole(number=1, rank=0, topology=topology_of(["h"] * 4))  # ranks 2 and 3 die before rank 1 has begun the step
 
     def after(ranks: RankThread) -> None:
         own = survivors[ranks.rank]
@@ -136,7 +137,7 @@ def test_after_a_failed_regrouping_a_rank_keeps_the_cut_that_the_next_one_can_be
     """Two ranks of three got the new shards; the third, that did not, has the others' old ones alone, and one of the two dies."""
     ranks_of_three = [Rank(OPTIMIZERS["momentum"]) for _ in range(3)]
     for rank, own in enumerate(ranks_of_three):
-        own.state.cut_whole(number=1, rank=rank, hosts=["h"] * 3)
+        own.state.cut_whole(number=1, rank=rank, topology=topology_of(["h"] * 3))
         incomplete = hold(own.state.units, own.state._state, own.state.cut, [{}])
         own.state._before = incomplete
         own.state.cut = Cut(number=2, world_size=5, position=rank, mirrored=None)  # of which two positions are nowhere
@@ -163,12 +164,12 @@ def test_an_optimizer_that_has_stepped_is_refused() -> None:
 
 @pytest.mark.parametrize("hosts", ["ab", "aabb", "abb" + "ccc", "aabbcc", "abbcc", "abcd"])
 def test_a_mirror_lies_on_another_host_unless_one_host_has_most_ranks(hosts: str) -> None:
-    stride = buddy_stride(list(hosts))
+    stride = buddy_stride(topology_of(list(hosts)))
     assert all(host != hosts[(rank + stride) % len(hosts)] for rank, host in enumerate(hosts))
 
 
 @pytest.mark.parametrize(("hosts", "together"), [("a", 1), ("aaa", 3), ("aaab", 2), ("baaa", 2), ("aab", 1)])
 def test_as_few_mirrors_as_can_be_lie_on_their_shards_own_host(hosts: str, together: int) -> None:
-    stride = buddy_stride(list(hosts))
+    stride = buddy_stride(topology_of(list(hosts)))
     assert sum(host == hosts[(rank + stride) % len(hosts)] for rank, host in enumerate(hosts)) == together
     assert len(hosts) == 1 or stride % len(hosts)

@@ -339,7 +339,8 @@ class AsyncEngine(Engine):
     def _find_epoch(self, source: StepSource | None) -> None:
         """Once: a joiner goes on where the others are."""
         if self._job is not None:
-            self._job.entered()
+            if self._job.entered():
+                self._own.metrics.placed(member_id=self._job.member_id, rank=self._job.rank)
             if self._handover is not None:
                 self._handover.refresh()
             if source is not None and not self._placed:

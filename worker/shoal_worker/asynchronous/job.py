@@ -15,7 +15,7 @@ from typing import TypeVar
 from shoal_common.backoff import Backoff
 from shoal_common.bulk.transport import Transport
 from shoal_common.clients.parameter_server import ParameterServerClient
-from shoal_common.errors import ConfigurationError, DeadlineError, PreconditionError, ShoalError, UnavailableError
+from shoal_common.errors import ConfigurationError, DeadlineError, MembershipChanged, PreconditionError, ShoalError, UnavailableError
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2 as pb
 
@@ -71,14 +71,21 @@ class Job:
     def peers_before(self) -> list[Peer]:
         """Those in the newest generation that were in one before and have a donor, by rank."""
         newest = self._link.newest_generation
-        peers = newest.peers if newest is not None else ()
+        try:
+            peers = list(newest.peers) if newest is not None else []
+        except (MembershipChanged, UnavailableError) as error:
+            _log.info("who has a state to give is not known: %s", error)
+            return []
         return [p for p in peers if not p.joining and p.member_id != self.member_id and p.donor_address and p.donor_key]
 
-    def entered(self) -> None:
-        """Changes of membership do not interrupt asynchronous training: this worker is in the newest generation at once, and says so."""
-        if self.generation != self._entered:
-            self._entered = self.generation
-            self._link.entered(self._entered)
+    def entered(self) -> bool:
+        """Changes of membership do not interrupt asynchronous training: this worker is in the newest generation at once, and says so.
+        Returns whether that is another one than before."""
+        if self.generation == self._entered:
+            return False
+        self._entered = self.generation
+        self._link.entered(self._entered)
+        return True
 
     def wait_for_rank(self, *, after: int) -> None:
         """Blocks until a generation above `after` has this member: the job was on hold because too few workers were left.

@@ -14,7 +14,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import NoReturn
@@ -24,6 +24,7 @@ from shoal_common.exit_status import PUT_OUT
 
 from shoal_worker.elastic.committed_state import HeldState
 from shoal_worker.elastic.formation import GROUP_LOST, Formation
+from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.loader_interface import Drained, Placement, StepSource, StopTraining
 from shoal_worker.elastic.member import LeaveReason, Member
@@ -339,15 +340,14 @@ class Borders:
             return
         if not formation.healthy:
             return  # a peer is gone, and what this rank holds may be the only copy
-        newest, members = link.newest_generation, formation.members
-        mine = Told(
-            asked=self._leaves_alone or link.excluded,
-            excluded=link.excluded,
-            holds=tuple(engine.holds),
-            stopping=link.stopped is not None,
-            joiners=newest is not None and any(peer.member_id not in members for peer in newest.peers),
-        )
         try:
+            mine = Told(
+                asked=self._leaves_alone or link.excluded,
+                excluded=link.excluded,
+                holds=tuple(engine.holds),
+                stopping=link.stopped is not None,
+                joiners=_has_others(link.newest_generation, formation.members),
+            )
             channel = formation.channel("leaving")
             told = [Told(**json.loads(each)) for each in channel.exchange(json.dumps(asdict(mine)).encode())]
         except GROUP_LOST as error:
@@ -380,3 +380,8 @@ class Borders:
             raise StopTraining(stop)
         if membership.link.draining is not None and (self._held.engine.asynchronous or self._leaves_alone):
             raise Drained(membership.link.draining)
+
+
+def _has_others(newest: Generation | None, members: Collection[str]) -> bool:
+    """Whether a generation has members beside these. Raises GROUP_LOST."""
+    return newest is not None and any(peer.member_id not in members for peer in newest.peers)

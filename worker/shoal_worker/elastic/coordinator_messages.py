@@ -5,11 +5,15 @@ The rest of the package knows no protobuf: what comes in is checked here, where 
 
 from __future__ import annotations
 
-from shoal_common.errors import InternalError
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from shoal_common import rank_table
+from shoal_common.errors import CorruptDataError, InternalError
 from shoal_common.runs import Run
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from shoal_worker.elastic.generation import Generation, Peer
+from shoal_worker.elastic.generation import AskedPeers, Generation, Peer, Topology
 from shoal_worker.elastic.member import LeaveReason
 from shoal_worker.elastic.progress import Progress
 
@@ -32,23 +36,68 @@ def run_message(told: str) -> pb.RunId | None:
     return pb.RunId(number=run.number, began_unix_ms=run.began_unix_ms)
 
 
-def parse_generation(message: pb.Generation, member_id: str) -> Generation:
-    """Reads a generation, from the point of view of the member `member_id`.
+Ask = Callable[[int, str, Sequence[int]], list[Peer]]
+"""Gives ranks of the generation with this number and nonce; all for none."""
+
+
+def parse_generation(directive: pb.MemberDirective, mine: Peer, before: Generation | None, ask: Ask) -> Generation:
+    """Reads a generation, from the point of view of the member `mine`, whose rank it gives. `before`: the newest that it knows.
 
     Raises:
         InternalError: the generation does not hold this member: the coordinator only sends a generation to its members.
     """
-    peers = tuple(
-        Peer(
-            rank=r.rank,
-            member_id=r.member_id,
-            host=r.host,
-            donor_address=r.donor_address,
-            joining=r.joining,
-            donor_key=r.donor_key,
-        )
-        for r in message.ranks
+    message = directive.generation
+    return _parse_whole(message, mine.member_id) if message.ranks else _parse_large(message, directive.rank, mine, before, ask)
+
+
+def parse_ranks(message: pb.GetRanksResponse) -> list[Peer]:
+    """Reads ranks that were asked for."""
+    return [_parse_rank(rank) for rank in message.ranks]
+
+
+def _parse_rank(message: pb.Rank) -> Peer:
+    return Peer(
+        rank=message.rank,
+        member_id=message.member_id,
+        host=message.host,
+        donor_address=message.donor_address,
+        joining=message.joining,
+        donor_key=message.donor_key,
     )
+
+
+def _parse_large(message: pb.Generation, rank: int, mine: Peer, before: Generation | None, ask: Ask) -> Generation:
+    size, number, nonce = message.world_size, message.number, message.nonce
+    if not 0 <= rank < size:
+        raise InternalError(f"generation {number} gives member {mine.member_id} rank {rank} of {size}")
+    try:
+        joining = frozenset(rank_table.of_runs(message.joining, size))
+    except CorruptDataError as error:
+        raise InternalError(f"generation {number}: {error}") from error
+    known = None if before is None or message.change.since != before.number else before.known
+    peers = AskedPeers(
+        mine=replace(mine, rank=rank, joining=rank in joining),
+        size=size,
+        joining=joining,
+        digest=message.table_digest,
+        ask=lambda ranks: ask(number, nonce, ranks),
+        follow=None if known is None else lambda: _followed(known, message.change, joining),
+    )
+    topology = Topology(world_size=size, most_local=message.most_local_ranks)
+    return Generation(number=number, nonce=nonce, peers=peers, rank=rank, interrupts_below=message.interrupts_below, told_topology=topology)
+
+
+def _followed(table: Sequence[Peer], change: pb.RankChange, joining: frozenset[int]) -> list[Peer]:
+    """Raises CorruptDataError where the change does not fit the table."""
+    peers = rank_table.follow(table, change.removed, [(rank.rank, _parse_rank(rank)) for rank in change.added])
+    return [
+        peer if peer.rank == rank and peer.joining == (rank in joining) else replace(peer, rank=rank, joining=rank in joining)
+        for rank, peer in enumerate(peers)
+    ]
+
+
+def _parse_whole(message: pb.Generation, member_id: str) -> Generation:
+    peers = tuple(_parse_rank(rank) for rank in message.ranks)
     mine = [p.rank for p in peers if p.member_id == member_id]
     if len(mine) != 1 or [p.rank for p in peers] != list(range(len(peers))):
         raise InternalError(f"generation {message.number} does not give member {member_id} one rank among {len(peers)} dense ones")

@@ -150,7 +150,7 @@ class FixedMembership:
         """See `Member`. All have, once one has failed."""
         return self._turns is not None and self._turns.over is not None
 
-    def all_have(self, members: Collection[str], step: int) -> bool:
+    def all_have(self, generation: Generation, apart_from: Collection[int], step: int) -> bool:
         """See `Member`: none dies alone, so none is ever in doubt."""
         return True
 

@@ -111,9 +111,13 @@ class Formation:
 
     @property
     def members(self) -> list[str]:
-        """Who holds the state in the group that stood last, by member id."""
+        """Who holds the state in the group that stood last, by member id. Raises MembershipChanged, UnavailableError: see `AskedPeers`."""
         peers = self.group.generation.peers if self.group is not None else ()
         return [peer.member_id for peer in peers if peer.rank not in self._spectators]
+
+    def peers_have(self, step: int) -> bool:
+        """Whether all that hold the state in the group that stood last are known to have committed `step`."""
+        return self.group is None or self.membership.all_have(self.group.generation, self._spectators, step)
 
     @property
     def is_first(self) -> bool:
@@ -263,6 +267,7 @@ class Formation:
         generation = group.generation
         self._metrics.generation_formed(
             number=generation.number,
+            member_id=generation.me.member_id,
             rank=generation.rank,
             world_size=generation.world_size,
             seconds=time.monotonic() - self._meeting_began,

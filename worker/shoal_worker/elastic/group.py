@@ -173,8 +173,7 @@ class Group:
             return self
         if self.rank not in members:
             return None
-        peers = tuple(self.generation.peers[rank] for rank in members)
-        generation = dataclasses.replace(self.generation, peers=peers, rank=members.index(self.rank))
+        generation = self.generation.part(members)
         if len(members) == 1:
             return self._adopt(Group(generation, None, None, parent=self))
         if self._opening is None:
@@ -182,7 +181,7 @@ class Group:
         store, backend = self._opening.store(name), self._opening.make_backend()
         part = self._adopt(Group(generation, backend, store, parent=self))
         try:
-            self._opening.initialize(backend, generation, store, [peer.rank for peer in peers])
+            self._opening.initialize(backend, generation, store, members)
         except (RuntimeError, ShoalError) as error:
             raise part._over(f"connecting part {name!r}", error) from error
         return part

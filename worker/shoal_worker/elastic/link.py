@@ -23,16 +23,18 @@ from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import (
     DeadlineError,
     InternalError,
+    MembershipChanged,
     PermissionDeniedError,
     PreconditionError,
     ShoalError,
+    StaleGenerationError,
     UnavailableError,
     UnknownResourceError,
 )
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from shoal_worker.elastic.coordinator_messages import leave_message, parse_generation, progress_message
-from shoal_worker.elastic.generation import Generation
+from shoal_worker.elastic.coordinator_messages import leave_message, parse_generation, parse_ranks, progress_message
+from shoal_worker.elastic.generation import Generation, Peer
 from shoal_worker.elastic.loader_interface import Drained, StopTraining
 from shoal_worker.elastic.member import LeaveReason
 from shoal_worker.elastic.progress import Progress
@@ -474,7 +476,7 @@ class CoordinatorLink:
 
     def _take(self, directive: pb.MemberDirective) -> None:
         kind = directive.WhichOneof("directive")
-        generation = parse_generation(directive.generation, self.identity.member_id) if kind == "generation" else None
+        generation = parse_generation(directive, self._mine(), self._newest, self._ask_ranks) if kind == "generation" else None
         with self._changed:
             if generation is not None:
                 if self._newest is not None and generation.number <= self._newest.number:
@@ -505,6 +507,34 @@ class CoordinatorLink:
             self._on_stop_now()
         with self._changed:
             self._changed.notify_all()
+        if generation is not None:
+            generation.known  # noqa: B018 - what has changed is worked in now, and the table before is let go
+
+    def _mine(self) -> Peer:
+        """This member's own entry, but for the rank."""
+        identity = self.identity
+        return Peer(
+            rank=0,
+            member_id=identity.member_id,
+            host=identity.host,
+            donor_address=identity.donor_address,
+            joining=False,
+            donor_key=identity.donor_key,
+        )
+
+    def _ask_ranks(self, number: int, nonce: str, ranks: Sequence[int]) -> list[Peer]:
+        """Asks the coordinator who has these ranks of a generation, or all. On any thread.
+
+        Raises:
+            MembershipChanged: there is a newer generation, of which this member is told.
+            UnavailableError: the coordinator is away, or does not know the job.
+        """
+        try:
+            return parse_ranks(self.client.get_ranks(self.identity.job_id, generation=number, nonce=nonce, ranks=ranks))
+        except StaleGenerationError as error:
+            raise MembershipChanged(f"generation {number} is over: {error}") from error
+        except (DeadlineError, UnknownResourceError) as error:
+            raise UnavailableError(f"the coordinator does not say who is in generation {number}: {error}") from error
 
     def _fail(self, error: ShoalError) -> None:
         _log.info("the coordinator refuses this member: %s", error)  # whoever waits raises it

@@ -129,8 +129,8 @@ class Member(Protocol):
         """Whether a member of a generation has left, or was put out. On any thread."""
         ...
 
-    def all_have(self, members: Collection[str], step: int) -> bool:
-        """Whether all of these that belong to the run still are known to have committed `step`."""
+    def all_have(self, generation: Generation, apart_from: Collection[int], step: int) -> bool:
+        """Whether all of `generation`, but for these ranks of it, that belong to the run still are known to have committed `step`."""
         ...
 
     def last_departures(self) -> Sequence[str]:

@@ -25,7 +25,7 @@ from shoal_worker.elastic.group import Group, Opening, brief
 from shoal_worker.elastic.link import CoordinatorLink, MemberIdentity
 from shoal_worker.elastic.member import LeaveReason
 from shoal_worker.elastic.progress import ProgressMeter
-from shoal_worker.elastic.stall_watch import LOOK_AFTER_S, StallWatch, unreachable
+from shoal_worker.elastic.stall_watch import GENERATION_OVER_OR_AWAY, LOOK_AFTER_S, StallWatch, looked_at, named_ranks, unreachable
 from shoal_worker.elastic.strategy_interface import TrainingEngine
 from shoal_worker.elastic.waiting import EVERY_S, WaitingLines
 from shoal_worker.settings import WorkerSettings
@@ -121,9 +121,9 @@ def _arrive(generation: Generation, store: RedisStore, timeout: timedelta) -> No
 
 def _absent(generation: Generation, store: RedisStore) -> str:
     there = set(store.list_keys())
-    absent = [f"rank {peer.rank} ({peer.host})" for peer in generation.peers if _arrival(peer.rank) not in there]
+    absent = [rank for rank in range(generation.world_size) if _arrival(rank) not in there]
     more = len(absent) - _MOST_NAMED
-    return (", ".join(absent[:_MOST_NAMED]) or "nobody") + (f" and {more} more" if more > 0 else "")
+    return (named_ranks(generation, absent[:_MOST_NAMED]) or "nobody") + (f" and {more} more" if more > 0 else "")
 
 
 def _arrival(rank: int) -> str:
@@ -138,7 +138,13 @@ _REACH_TIMEOUT = timedelta(seconds=1)
 _EVENTS_TIMEOUT = timedelta(seconds=2)
 _DEPARTURES = ("member_lost", "member_left")
 _DEPARTURES_TOLD = 3
+_MOST_BEHIND: Final = 64
+"""shoal.v1.GetJobRequest.below_step"""
 _NOBODY_COMES = "the run is over, and nobody comes to this generation any more"
+
+
+def _holders(generation: Generation, apart_from: Collection[int]) -> set[str]:
+    return {peer.member_id for peer in generation.peers if peer.rank not in apart_from}
 
 
 class Membership:
@@ -257,7 +263,10 @@ class Membership:
         generation = self.link.newest_generation
         if generation is None or generation.number != self._left:
             return []
-        peers = {peer.rank: peer.donor_address for peer in generation.peers if peer.rank != generation.rank and peer.donor_address}
+        try:
+            peers = looked_at(generation)
+        except GENERATION_OVER_OR_AWAY:
+            return []
         return unreachable(peers, timeout=_REACH_TIMEOUT, given_up=lambda: self.link.newest != generation.number)
 
     def check_current(self, generation: int) -> None:
@@ -273,7 +282,7 @@ class Membership:
         if self._drained:
             return  # it left by itself: what it held then was the job's
         try:
-            job = self.link.client.get_job(identity.job_id)
+            job = self.link.client.get_job(identity.job_id, member_id=identity.member_id)
         except (UnavailableError, DeadlineError):
             return
         if all(m.member_id != identity.member_id for m in job.members):
@@ -286,22 +295,27 @@ class Membership:
         have left."""
         newest, group = self.link.newest_generation, self._group
         whole = group is not None and not group.ended  # else one may have left without a generation to follow: a job on hold, or ending
-        if self._drained or newest is None or (whole and any(peer.member_id == member_id for peer in newest.peers)):
+        if self._drained or newest is None or (whole and any(peer.member_id == member_id for peer in newest.known or ())):
             return False
         try:
-            job = self.link.client.get_job(self.link.identity.job_id)
+            job = self.link.client.get_job(self.link.identity.job_id, member_id=member_id)
         except (UnavailableError, DeadlineError):
             return False
         return all(m.member_id != member_id for m in job.members)
 
-    def all_have(self, members: Collection[str], step: int) -> bool:
+    def all_have(self, generation: Generation, apart_from: Collection[int], step: int) -> bool:
         """See `Member`. As far as heartbeats have told; nothing is known while the coordinator is away."""
         try:
-            job = self.link.client.get_job(self.link.identity.job_id)
+            job = self.link.client.get_job(self.link.identity.job_id, below_step=step)
+            behind = [m for m in job.members if m.member_id != self.link.identity.member_id]
+            if job.generation.number == generation.number:
+                return all(m.rank in apart_from for m in behind) and len(job.members) < _MOST_BEHIND
+            more = len(job.members) >= _MOST_BEHIND  # of whom it is not told
+            return not behind or not (more or _holders(generation, apart_from) & {m.member_id for m in behind})
         except (UnavailableError, DeadlineError):
             return False
-        mine = self.link.identity.member_id
-        return all(m.progress.step >= step for m in job.members if m.member_id in members and m.member_id != mine)
+        except MembershipChanged:  # who had which rank in that generation is not known any more: nobody that has a rank may be behind
+            return False
 
     def last_departures(self) -> Sequence[str]:
         """See `Member`. Asks the coordinator for what it has recorded since this was asked last; not while it is away."""

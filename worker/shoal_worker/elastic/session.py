@@ -215,7 +215,7 @@ class Session:
         self._await_rank(membership)
         generation = membership.link.newest_generation
         # One that got no rank in the first generation joins a later one, whose other members have begun.
-        if generation is None or all(peer.joining for peer in generation.peers) or not generation.me.joining:
+        if generation is None or len(generation.joining) == generation.world_size or generation.rank not in generation.joining:
             self._held.phase.begin()
 
     def attach(self, engine: TrainingEngine) -> None:
@@ -491,7 +491,7 @@ class Session:
         """Returns when all peers have committed the last step. One that is in doubt of it asks in the next generation, which this rank
         forms with it. Not while the coordinator is away for longer than _LAST_STEP_PATIENCE."""
         give_up_at = time.monotonic() + _LAST_STEP_PATIENCE.total_seconds()
-        while not formation.must_move and not formation.membership.all_have(formation.members, self._held.steps):
+        while not formation.must_move and not formation.peers_have(self._held.steps):
             formation.settle()
             if time.monotonic() > give_up_at:
                 _log.warning(

@@ -20,11 +20,13 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Final
 
+from shoal_common.errors import MembershipChanged, UnavailableError
+from shoal_common.rank_table import MOST_TOLD_WHOLE
 from shoal_common.settings import parse_address
 
 from shoal_worker.backends.base import Traffic, Waits
@@ -36,6 +38,8 @@ from shoal_worker.elastic.transfer import PROBE
 from shoal_worker.elastic.waiting import WaitingLines
 
 _LOOK_S: Final = 0.05
+GENERATION_OVER_OR_AWAY: Final = (MembershipChanged, UnavailableError)
+"""What reading a generation's peers raises: `AskedPeers`."""
 
 
 def unreachable(peers: Mapping[int, str], *, timeout: timedelta, given_up: Callable[[], bool]) -> list[int]:
@@ -148,21 +152,25 @@ class StallWatch:
         return "all are reached, so it is not known which of them is late"
 
     def _names(self, ranks: frozenset[int]) -> str:
-        generation = self._link.newest_generation
-        hosts = {peer.rank: peer.host for peer in generation.peers} if generation is not None else {}
-        return ", ".join(f"rank {rank} ({hosts.get(rank, 'gone')})" for rank in sorted(ranks))
+        return named_ranks(self._link.newest_generation, sorted(ranks))
 
     def _look_while_kept_out(self) -> None:
         """Whether the member that this one is kept apart from can be reached again. Two looks running say so."""
         generation, other = self._link.newest_generation, self._link.apart_from
-        peers = {peer.rank: peer.donor_address for peer in generation.peers if peer.member_id == other} if generation is not None else {}
+        try:
+            peers = {peer.rank: peer.donor_address for peer in (generation.peers if generation else ()) if peer.member_id == other}
+        except GENERATION_OVER_OR_AWAY:
+            return
         reached = bool(peers) and not unreachable(peers, timeout=_REACH_TIMEOUT, given_up=self._closed.is_set)
         self._link.reaches(reached and self._reached)
         self._reached = reached
 
     def _look(self, group: Group, waited_s: float, what: str) -> None:
         generation = group.generation
-        peers = {rank: generation.peers[rank].donor_address for rank in neighbours(generation.rank, generation.world_size)}
+        try:
+            peers = {peer.rank: peer.donor_address for peer in generation.peers_of(neighbours(generation.rank, generation.world_size))}
+        except GENERATION_OVER_OR_AWAY:
+            return
         given_up = lambda: group.broken is not None or self._closed.is_set()  # noqa: E731
         missed = frozenset(unreachable({rank: a for rank, a in peers.items() if a}, timeout=_REACH_TIMEOUT, given_up=given_up))
         number, before = self._missed
@@ -196,11 +204,39 @@ class BusyLinks:
             return
         busy = {a: t.busy_s - before[a].busy_s for a, t in traffic.items() if a in before}
         address = max(busy, key=busy.__getitem__, default="")
-        ranks = [p.rank for p in generation.peers if p.donor_address and parse_address(p.donor_address).host == address]
-        if not ranks or busy[address] < _MOSTLY * passed_s:
+        if not busy or busy[address] < _MOSTLY * passed_s:
+            return
+        ranks = _ranks_at(generation, address)
+        if not ranks:
             return
         sent = traffic[address].acknowledged_bytes - before[address].acknowledged_bytes
         self.busiest = BusyLink(rank=ranks[0], bytes_per_s=sent / busy[address])
+
+
+def _ranks_at(generation: Generation, address: str) -> list[int]:
+    """Ranks of the host at this address. In a world whose ranks are not all known, those among the ones that are looked at."""
+    try:
+        peers = generation.known or generation.peers_of(neighbours(generation.rank, generation.world_size))
+    except GENERATION_OVER_OR_AWAY:
+        return []
+    return [peer.rank for peer in peers if peer.donor_address and parse_address(peer.donor_address).host == address]
+
+
+def looked_at(generation: Generation) -> dict[int, str]:
+    """Donor addresses, by rank, of those that are looked at when a group has failed: of all others, or in a large world of the neighbours.
+    Raises GENERATION_OVER_OR_AWAY."""
+    large = generation.world_size > MOST_TOLD_WHOLE
+    peers = generation.peers_of(neighbours(generation.rank, generation.world_size)) if large else generation.peers
+    return {peer.rank: peer.donor_address for peer in peers if peer.rank != generation.rank and peer.donor_address}
+
+
+def named_ranks(generation: Generation | None, ranks: Sequence[int]) -> str:
+    """These ranks, for people, with their hosts where those are known or the coordinator says so."""
+    hosts: dict[int, str] = {}
+    if generation is not None:
+        with suppress(*GENERATION_OVER_OR_AWAY):
+            hosts = {peer.rank: peer.host for peer in generation.peers_of([rank for rank in ranks if rank < generation.world_size])}
+    return ", ".join(f"rank {rank} ({hosts.get(rank, 'gone')})" for rank in ranks)
 
 
 def neighbours(rank: int, world_size: int) -> list[int]:

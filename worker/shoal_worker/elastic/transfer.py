@@ -384,7 +384,7 @@ class StateExchange:
         """
         started = time.monotonic()
         asked = share_of(donors, receiver=group.rank)
-        addresses = [group.generation.peers[r].donor_address for r in asked]
+        addresses = [peer.donor_address for peer in group.generation.peers_of(asked)]
         try:
             with group.guarding() as guard:
                 # Aside: where ranks take turns, a donor may need its turn to offer what this one waits for.

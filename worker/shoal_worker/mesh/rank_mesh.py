@@ -69,7 +69,7 @@ class RankMesh:
         self.cut = MeshCut(number=group.generation.number, axes=axes, at=at)
         self._shard: Shard | None = None
         if sharding is not None:
-            line = among_all([peer.host for peer in self.replicas.generation.peers])
+            line = among_all(self.replicas.generation.topology)
             self.cut = replace(self.cut, shards=line.shards, mirrored=line.mirrored(at.data))
             self._shard = functools.partial(_in_shards, sharding, line, PartCollectives(session, self.replicas))
         self._weighed_changes: torch.Tensor | None = None

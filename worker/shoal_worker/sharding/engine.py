@@ -13,7 +13,7 @@ used and how the buffers changed. Owners and mirrors apply the same update. Afte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from shoal_worker.config import ShardingConfiguration
+from shoal_worker.elastic.generation import Topology
 from shoal_worker.elastic.group import Channel, Group
 from shoal_worker.elastic.loader_interface import Share
 from shoal_worker.elastic.step import Step
@@ -47,8 +48,8 @@ _WIDE: Final = torch.empty(0, dtype=torch.float64)
 
 Groups = Callable[[nn.Module, ShardingConfiguration], list[ParameterGroup]]
 """What of a model is gathered or reduced at once, the group of the outermost module first."""
-Divide = Callable[[Sequence[str]], Division]
-"""How ranks on these hosts divide the model."""
+Divide = Callable[[Topology], Division]
+"""How ranks that lie so on hosts divide the model."""
 
 OPTIONS: Final = frozenset({"elementwise_optimizer"})
 """Keyword arguments of `as_distributed` that this engine reads."""
@@ -214,7 +215,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
     def regroup(self, group: Group) -> None:
         """See `TrainingEngine`."""
         if self._replicas is not None:
-            self._replicas.connect(group, self._divide([peer.host for peer in group.generation.peers]))
+            self._replicas.connect(group, self._divide(group.generation.topology))
         IssuedCollectives.compare(group.exchange(self._execution.issued.encode() if self._parts is not None else b""), self.strategy)
         if self._parts is not None:
             self._execution.regrouped()
@@ -232,8 +233,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
         self._execution.begin_step(self._applied + 1)
         self._weights, self._changes = 0.0, None
         if self._held.whole:
-            hosts = [peer.host for peer in group.generation.peers] if group is not None else [""]
-            self._held.cut_whole(number=step.placement.generation, rank=step.placement.rank, hosts=hosts)
+            topology = group.generation.topology if group is not None else Topology(world_size=1, most_local=1)
+            self._held.cut_whole(number=step.placement.generation, rank=step.placement.rank, topology=topology)
         elif self.stage is not Stage.PARAMETERS:
             self._execution.gather_all()  # where a failure kept it from being done after the update
         if self._compression is not None:

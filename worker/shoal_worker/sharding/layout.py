@@ -16,11 +16,12 @@ vector does it.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+
+from shoal_worker.elastic.generation import Topology
 
 _ALIGNMENT = 16
 """Elements. Shards start at multiples of it, so that vectorized kernels run on all of a shard."""
@@ -101,10 +102,10 @@ def layout_of(parameters: Sequence[torch.Tensor], world_size: int) -> UnitLayout
     return UnitLayout(shapes=tuple(p.shape for p in parameters), world_size=world_size)
 
 
-def buddy_stride(hosts: Sequence[str]) -> int:
+def buddy_stride(topology: Topology) -> int:
     """How many ranks further the mirror of a shard lies: as many as the largest host has. Ranks of one host are adjacent, so no mirror lies
     on its shard's own host, unless that host has more than half of the ranks."""
-    return max(Counter(hosts).values()) % len(hosts) or 1
+    return topology.most_local % topology.world_size or 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,18 +146,18 @@ class Division:
         return rank // self.shards
 
 
-def among_all(hosts: Sequence[str]) -> Division:
-    """A shard for each rank. `hosts`: of the ranks; at least one."""
-    return Division(world_size=len(hosts), shards=len(hosts), stride=buddy_stride(hosts))
+def among_all(topology: Topology) -> Division:
+    """A shard for each rank."""
+    return Division(world_size=topology.world_size, shards=topology.world_size, stride=buddy_stride(topology))
 
 
-def in_replicas(hosts: Sequence[str], shards: int | None) -> Division:
+def in_replicas(topology: Topology, shards: int | None) -> Division:
     """Replicas of so many ranks; None: of as many as the largest host has. If that does not divide the number of ranks: of the next larger
     number that does, at last of all of them. So no rank comes to hold more than was asked for."""
-    world_size = len(hosts)
-    wanted = min(shards or max(Counter(hosts).values()), world_size)
+    world_size = topology.world_size
+    wanted = min(shards or topology.most_local, world_size)
     fitting = next(number for number in range(wanted, world_size + 1) if world_size % number == 0)
-    return Division(world_size=world_size, shards=fitting, stride=buddy_stride(hosts))
+    return Division(world_size=world_size, shards=fitting, stride=buddy_stride(topology))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ import torch
 from shoal_common.errors import PreconditionError
 from torch import nn
 
+from shoal_worker.elastic.generation import Topology
 from shoal_worker.elastic.group import Channel, Group, LocalChannel
 from shoal_worker.engine.hidden_parameters import inside
 from shoal_worker.engine.holders import ShardHolders, ShardsLostError, plan_copies
@@ -231,9 +232,9 @@ class ShardedState(StateInParts):
     """The state of a model's units and of the optimizer over them."""
 
     def __init__(
-        self, module: nn.Module, execution: ShardedExecution, stage: Stage, divide: Callable[[Sequence[str]], Division] = among_all
+        self, module: nn.Module, execution: ShardedExecution, stage: Stage, divide: Callable[[Topology], Division] = among_all
     ) -> None:
-        """`divide`: gives the division for the hosts of a group's ranks."""
+        """`divide`: gives the division for how a group's ranks lie on hosts."""
         self.module = module
         self.units: Sequence[Unit] = execution.units
         self.trained = [unit for unit in execution.units if unit.trained]
@@ -278,9 +279,9 @@ class ShardedState(StateInParts):
         """It is not cut: this rank holds all of it."""
         return self.cut is WHOLE
 
-    def cut_whole(self, *, number: int, rank: int, hosts: Sequence[str]) -> None:
-        """The first cut of a state that every rank holds whole: nothing is sent. `hosts`: of the ranks."""
-        self.division = self._divide(hosts)
+    def cut_whole(self, *, number: int, rank: int, topology: Topology) -> None:
+        """The first cut of a state that every rank holds whole: nothing is sent. `topology`: of the ranks."""
+        self.division = self._divide(topology)
         cut = division_cut(self.division, rank, number)
         for unit in self.units:
             self._state.cut(unit, self._state.element_keys(unit), cut.world_size, cut.position, cut.mirrored)
@@ -304,7 +305,7 @@ class ShardedState(StateInParts):
             self._scalars = [self._state.scalars(unit) for unit in self.units]
             self._keys = [self._state.element_keys(unit) for unit in self.units]
         held = self._held(self._keys)
-        division = self._divide([peer.host for peer in group.generation.peers])
+        division = self._divide(group.generation.topology)
         cut, self._before = reshard(self.units, self._state, held, self._scalars, self._keys, group, number=number, division=division)
         self.cut, self.division, self._copies = cut, division, []
         if self._stage is not Stage.PARAMETERS:

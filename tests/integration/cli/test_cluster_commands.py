@@ -224,7 +224,8 @@ def test_up_without_a_terminal_is_a_run_that_ends_with_the_script(shell: Shell) 
 def test_up_on_a_terminal_shows_the_members_below_the_output(shell: Shell, elastic_worker: Path) -> None:
     """Also output that the terminal's encoding cannot express, and lines that overwrite one another."""
     worker = shell.script(
-        f"import os, runpy\nos.write(1, b'\\xe2\\x86\\x92\\n 50%\\r100%\\n')\nrunpy.run_path({str(elastic_worker)!r}, run_name='__main__')\n"
+        "import os, runpy\nos.write(1, b'\\xe2\\x86\\x92\\n 50%\\r100%\\n')\n"
+        f"runpy.run_path({str(elastic_worker)!r}, run_name='__main__')\n"
     )
     finish = shell.directory / "finish"
     ours, theirs = pty.openpty()

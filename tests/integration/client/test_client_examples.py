@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from tests.integration.client.waiting import until_ranked
 
 Shell = Any  # of tests/integration/conftest.py
 EXAMPLES = Path(__file__).parents[3] / "examples"
+PAGE = Path(__file__).parents[3] / "docs" / "client.md"
 
 
 def test_the_scheduler_runs_jobs_one_after_another_and_one_that_failed_again(here: Shell) -> None:
@@ -47,3 +49,11 @@ def test_the_dashboard_tells_events_and_progress_until_the_job_ends(here: Shell,
     assert dashboard.wait() == 0, dashboard.stderr
     assert "job_finished" in dashboard.stdout
     assert dashboard.stderr == ""
+
+
+def test_the_pages_example_runs(here: Shell) -> None:
+    here.script("import os, sys\nprint(os.environ['RANK'], *sys.argv[1:])", "train.py")
+    (example,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    program = here.start_program(sys.executable, here.script(example, "example.py"))
+    assert program.wait() == 0, program.stderr
+    assert program.stdout == "True 0\n[0]: 0 --epochs 3\n"

@@ -1,4 +1,4 @@
-"""What `shoal top` shows at one moment: the job, what has happened last, and other jobs of the same coordinator."""
+"""What `shoal top` shows at one moment: the job, what has happened last, and other jobs that have not ended."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from rich.text import Text
 from shoal_common.errors import ShoalError
 
 from shoal.cli.view import event_line, job_view, jobs_view
-from shoal.client import Client, Event, Job, JobSummary
+from shoal.client import Client, Event, Job, JobPhase, JobSummary
 
 _EVENTS_KEPT: Final = 200
 _EVENTS_AT_LEAST: Final = 3
 _EVENTS_PLAIN: Final = 10
-"""In a frame of unlimited height."""
+"""In a frame that is printed."""
 
 
 class Frames:
     """Takes one frame after another; of events it asks only for new ones."""
 
-    def __init__(self, client: Client, job_id: str) -> None:
+    def __init__(self, client: Client, job_id: str, *, full_screen: bool) -> None:
+        """`full_screen`: a frame is as high as the terminal."""
+        self._full_screen = full_screen
         self._client = client
         self._job_id = job_id
         self._job: Job | None = None
@@ -36,7 +38,7 @@ class Frames:
         away: ShoalError | None = None
         try:
             self._job = self._client.job(self._job_id)
-            self._jobs = self._client.jobs()
+            self._jobs = tuple(each for each in self._client.jobs() if each.job_id == self._job_id or each.phase is not JobPhase.FINISHED)
             for event in self._client.events(self._job_id, after=self._seen):
                 self._events.append(event)
                 self._seen = event.event_id
@@ -44,13 +46,14 @@ class Frames:
             if self._job is None:
                 raise
             away = error
-        return _Frame(self._job, self._jobs, list(self._events), away)
+        return _Frame(self._job, self._jobs, list(self._events), away, full_screen=self._full_screen)
 
 
 class _Frame:
-    """A renderable of rich's, as high as the terminal: what does not fit is the older events."""
+    """A renderable of rich's. What does not fit on the terminal is the older events."""
 
-    def __init__(self, job: Job, jobs: tuple[JobSummary, ...], events: list[Event], away: ShoalError | None) -> None:
+    def __init__(self, job: Job, jobs: tuple[JobSummary, ...], events: list[Event], away: ShoalError | None, *, full_screen: bool) -> None:
+        self._full_screen = full_screen
         self._job = job
         self._jobs = jobs
         self._events = events
@@ -64,7 +67,7 @@ class _Frame:
             above += [Text(), Text("events", style="bold")]
         yield from above
         used = len(console.render_lines(Group(*above), options.update(height=None), pad=False))
-        room = _EVENTS_PLAIN if options.height is None else max(options.height - used, _EVENTS_AT_LEAST)
+        room = max(options.size.height - used, _EVENTS_AT_LEAST) if self._full_screen else _EVENTS_PLAIN
         for event in self._events[-room:]:
             line = event_line(event)
             line.truncate(options.max_width, overflow="ellipsis")

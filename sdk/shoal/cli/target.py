@@ -34,24 +34,26 @@ class Target:
 def target(coordinator: str | None, job: str | None) -> Iterator[Target]:
     """Connects. Raises UnknownResourceError with the remedy where there is no cluster or no one job to mean, UnavailableError where nobody
     answers; ShoalErrors of the channel. So does what the caller asks within."""
+    settings: ChannelSettings | None
     if coordinator:
         settings = channel_settings(coordinator)
+        address = settings.address
         remedy = "check --coordinator (or SHOAL_COORDINATOR); without it, the clusters of this machine are found by themselves"
     else:
         record = newest_cluster(job=job)
         if job is None:
             _tell_others(record)
-        job = record.job_id
-        settings = ChannelSettings(address=record.coordinator)
+        job, address = record.job_id, record.coordinator
+        settings = None
         remedy = f"its launcher is pid {record.pid}; it may be ending, try again"
     with Client(settings) as client:
         try:
-            yield Target(client=client, job_id=job or _only_job(client, settings.address))
+            yield Target(client=client, job_id=job or _only_job(client, address))
         except ShoalError as error:
             if error.reason not in _NOT_A_COORDINATORS:
                 raise
             cause = str(error).rpartition(": ")[2].rstrip("]")
-            raise UnavailableError(f"no coordinator answers at {settings.address} ({cause}); {remedy}") from error
+            raise UnavailableError(f"no coordinator answers at {address} ({cause}); {remedy}") from error
 
 
 def _tell_others(shown: ClusterRecord) -> None:

@@ -27,7 +27,7 @@ def top(
 
     with target(coordinator, job) as found:
         if once or not (sys.stdin.isatty() and sys.stdout.isatty()):
-            Console().print(Frames(found.client, found.job_id).take())
+            Console().print(Frames(found.client, found.job_id, full_screen=False).take())
         else:
             _watch(found, interval)
 
@@ -38,7 +38,7 @@ def _watch(found: Target, interval_s: float) -> None:
     from shoal.cli.frame import Frames
     from shoal.cli.keys import Keys
 
-    frames = Frames(found.client, found.job_id)
+    frames = Frames(found.client, found.job_id, full_screen=True)
     with Keys() as keys, Live(frames.take(), screen=True, auto_refresh=False) as live:
         while keys.wait(interval_s) not in ("q", "Q", "\x03", "\x04"):
             live.update(frames.take(), refresh=True)

@@ -35,8 +35,8 @@ class _Stream(Protocol[ItemT_co]):
 
 
 class AsyncClient:
-    """As `shoal.Client`, whose calls say more. An asynchronous context manager; belongs to one event loop. A call that is cancelled is over
-    for its caller at once; what was asked of a coordinator by then may be done."""
+    """`shoal.Client` for asyncio; that one's calls say more. An asynchronous context manager; belongs to one event loop. A call that is
+    cancelled is over for its caller at once; what was asked of a coordinator by then may be done."""
 
     def __init__(self, coordinator: str | ChannelSettings | None = None, *, timeout: timedelta = CALL_TIMEOUT) -> None:
         """See `Client`."""

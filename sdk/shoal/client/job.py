@@ -111,7 +111,7 @@ class Server:
     """What it holds is being moved to the others."""
     partitions: int
     value_bytes: int
-    """Of their values; the optimizer's state is not counted."""
+    """Their values; the optimizer's state is not counted."""
 
 
 @dataclass(frozen=True, kw_only=True)

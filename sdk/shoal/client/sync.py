@@ -328,7 +328,7 @@ def _of_rank(job: Job, rank: int) -> Member:
 
 
 def _end_of(job: Job) -> Result | None:
-    """As far as a coordinator knows it, which is not where launchers run."""
+    """What a coordinator knows of a job's end; exit statuses are launchers'."""
     if job.phase is not JobPhase.FINISHED:
         return None
     return Result(

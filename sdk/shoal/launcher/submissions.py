@@ -47,12 +47,12 @@ class Submission:
     run: int
     """1, 2, ... for each submission of this job id on this host."""
     arguments: tuple[str, ...]
-    """Of `shoal run`."""
+    """What follows `shoal run`."""
     coordinator: str | None
     """host:port of a shared one; None: the run has its own."""
     host: str
     pid: int
-    """Of the launcher."""
+    """The launcher's."""
     pid_start_ticks: int
     """With the pid, names that process for good."""
     started_unix_s: float

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from shoal.cli.table import Column, FittingTable
-from shoal.client import Event, Job, JobEnding, JobPhase, JobSummary, Member, MemberPhase, Server, ServerRole
+from shoal.client import Event, Job, JobEnding, JobPhase, JobSummary, Member, MemberPhase, Result, Server, ServerRole
 
 _PHASE_STYLES: Final = {
     MemberPhase.RANKED: "green",
@@ -54,7 +54,16 @@ def jobs_view(jobs: Sequence[JobSummary], *, shown: str | None = None) -> Render
         Column("phase", [_phase(job.phase) for job in jobs], right=False),
         Column("generation", [str(job.generation or _NOTHING) for job in jobs]),
         Column("ranks", [str(job.world_size or _NOTHING) for job in jobs]),
+        Column("ended", [_ended(job.result) for job in jobs], right=False),
     )
+
+
+def _ended(result: Result | None) -> Text:
+    if result is None:
+        return Text(_NOTHING)
+    if result.ok:
+        return Text("well", style="green")
+    return Text("killed" if result.exit_status is None else f"with status {result.exit_status}", style="red")
 
 
 def event_line(event: Event) -> Text:
@@ -183,7 +192,14 @@ def job_json(job: Job) -> dict[str, Any]:
 
 def summary_json(job: JobSummary) -> dict[str, Any]:
     """A job in a list as plain values."""
-    return {"job_id": job.job_id, "phase": job.phase, "generation": job.generation, "world_size": job.world_size}
+    result = job.result
+    return {
+        "job_id": job.job_id,
+        "phase": job.phase,
+        "generation": job.generation,
+        "world_size": job.world_size,
+        "result": None if result is None else {"ok": result.ok, "exit_status": result.exit_status, "summary": result.summary},
+    }
 
 
 def event_json(event: Event) -> dict[str, Any]:

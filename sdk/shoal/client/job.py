@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 
+from shoal.client.result import Result
+
 
 class JobPhase(StrEnum):
     """Where a job stands."""
@@ -124,6 +126,8 @@ class JobSummary:
     """The newest one; 0: none yet."""
     world_size: int
     """Ranks in it."""
+    result: Result | None = None
+    """How it ended, of one that was submitted here; None: it goes on, or only its coordinator knows."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -138,13 +138,7 @@ class Client:
     def outcome(self, job_id: str) -> Result | None:
         """How the job ended; None: it has not. Raises UnknownResourceError: there is no such job."""
         submission = self._submission(job_id)
-        if submission is None:
-            return _end_of(self.job(job_id))
-        told = submission.outcome()
-        if told is None:
-            return None
-        ended = None if told.ended_unix_s is None else datetime.fromtimestamp(told.ended_unix_s, UTC)
-        return Result(job_id=job_id, ok=told.exit_status == 0, exit_status=told.exit_status, summary=told.summary, ended=ended)
+        return _end_of(self.job(job_id)) if submission is None else _result_of(submission)
 
     # -------------------------------------------------------------------------------------------------------------- looking
 
@@ -161,8 +155,10 @@ class Client:
             inner = {launchers_job_id(summary.job_id) for summary in summaries}
             found |= {summary.job_id: summary for summary in summaries if summary.job_id not in inner}
         for submission in self._submissions.all() if self._connections.shared is None else ():
-            phase = JobPhase.FINISHED if submission.has_ended else JobPhase.WAITING
-            found.setdefault(submission.job_id, JobSummary(job_id=submission.job_id, phase=phase, generation=0, world_size=0))
+            result = _result_of(submission)
+            phase = JobPhase.WAITING if result is None else JobPhase.FINISHED
+            known = JobSummary(job_id=submission.job_id, phase=phase, generation=0, world_size=0, result=result)
+            found.setdefault(submission.job_id, known)
         return tuple(found[job_id] for job_id in sorted(found))
 
     def job(self, job_id: str) -> Job:
@@ -325,6 +321,15 @@ def _of_rank(job: Job, rank: int) -> Member:
     else:
         there = f"none has one now, {len(job.members)} of at least {job.min_workers} workers are there; see `shoal status`"
     raise UnknownResourceError(f"job {job.job_id} has no rank {rank}: {there}", reason="MEMBER_UNKNOWN")
+
+
+def _result_of(submission: Submission) -> Result | None:
+    """None: it goes on."""
+    told = submission.outcome()
+    if told is None:
+        return None
+    ended = None if told.ended_unix_s is None else datetime.fromtimestamp(told.ended_unix_s, UTC)
+    return Result(job_id=submission.job_id, ok=told.exit_status == 0, exit_status=told.exit_status, summary=told.summary, ended=ended)
 
 
 def _end_of(job: Job) -> Result | None:

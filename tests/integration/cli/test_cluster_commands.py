@@ -184,7 +184,7 @@ def test_version_and_help(shell: Shell) -> None:
     assert re.fullmatch(r"shoal \d+\.\d+\.\d+\n", out)
     status, out, _ = shell.run("--help")
     assert status == 0
-    assert {"run", "up", "status", "kill", "drain", "demo"} <= set(out.split())
+    assert {"run", "up", "submit", "jobs", "status", "top", "events", "logs", "drain", "stop", "kill", "demo"} <= set(out.split())
 
 
 def test_ctrl_c_while_the_program_is_loaded_ends_it_without_a_traceback(shell: Shell) -> None:

@@ -49,9 +49,12 @@ def submitted(shell: Shell) -> Iterator[Submissions]:
 def test_jobs_are_listed(shared_shell: Shell, cluster: Command) -> None:
     status, out, err = shared_shell.run("jobs")
     assert (status, err) == (0, "")
-    assert [line.split() for line in out.splitlines()] == [["job", "phase", "generation", "ranks"], ["digits", "running", "1", "2"]]
+    assert [line.split() for line in out.splitlines()] == [
+        ["job", "phase", "generation", "ranks", "ended"],
+        ["digits", "running", "1", "2", "-"],
+    ]
     status, out, _ = shared_shell.run("jobs", "--json", "--coordinator", shared_shell.cluster().coordinator)
-    assert json.loads(out) == [{"job_id": "digits", "phase": "running", "generation": 1, "world_size": 2}]
+    assert json.loads(out) == [{"job_id": "digits", "phase": "running", "generation": 1, "world_size": 2, "result": None}]
 
 
 def test_where_there_are_no_jobs_the_remedy_is_named(shell: Shell) -> None:
@@ -80,7 +83,7 @@ def test_a_frame_of_top_shows_ranks_servers_other_jobs_and_events(shared_shell: 
         assert (status, err) == (0, "")
         assert "job digits  running, generation 1, 2 of 2 workers have a rank" in out
         assert {"rank", "epoch", "step", "samples/s", "loss", "waiting", "server", "partitions", "values", "server-0"} <= set(out.split())
-        assert ["another", "waiting", "-", "-"] in [line.split() for line in out.splitlines()]
+        assert ["another", "waiting", "-", "-", "-"] in [line.split() for line in out.splitlines()]
         assert "generation_formed" in out
         assert max(map(len, out.splitlines())) <= int(columns)
         assert "\x1b" not in out
@@ -147,7 +150,7 @@ def test_a_submitted_job_is_followed_by_its_log_and_outlives_the_command(
     assert logs.wait() == 0
     assert "[1]: left" in logs.stdout
     status, out, _ = shell.run("jobs")
-    assert ["background", "finished", "-", "-"] in [line.split() for line in out.splitlines()]
+    assert ["background", "finished", "-", "-", "well"] in [line.split() for line in out.splitlines()]
     assert submitted.newest("background").outcome() is not None
 
 

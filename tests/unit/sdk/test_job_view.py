@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from shoal.cli.view import event_line, job_json, job_view
+from shoal.cli.view import event_line, job_json, job_view, jobs_view, summary_json
+from shoal.client import JobPhase, JobSummary, Result
 from shoal.client.messages import event_of, job_of
 from shoal_protos.v1 import coordinator_pb2 as pb
 
@@ -111,3 +112,15 @@ def test_an_event_is_one_line_with_what_there_is_to_say() -> None:
     assert event_line(event_of(event)).plain.partition("  ")[2] == (
         'generation_formed  generation 3  member 01234567  reason="2 members are ready" world_size=2'
     )
+
+
+def test_a_list_of_jobs_says_how_those_ended_of_which_that_is_known() -> None:
+    def listed(job_id: str, status: int | None = None, *, known: bool = True) -> JobSummary:
+        result = Result(job_id=job_id, ok=status == 0, exit_status=status, summary="", ended=None) if known else None
+        return JobSummary(job_id=job_id, phase=JobPhase.FINISHED, generation=0, world_size=0, result=result)
+
+    jobs = [listed("a", 0), listed("b", 3), listed("c"), listed("d", known=False)]
+    written = io.StringIO()
+    Console(file=written, width=80).print(jobs_view(jobs))
+    assert [line.split()[4:] for line in written.getvalue().splitlines()[1:]] == [["well"], ["with", "status", "3"], ["killed"], ["-"]]
+    assert [each["result"] and each["result"]["exit_status"] for each in map(summary_json, jobs)] == [0, 3, None, None]

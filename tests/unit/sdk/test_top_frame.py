@@ -53,7 +53,7 @@ def test_the_newest_events_fill_the_terminal_and_are_taken_once(height: int) -> 
         assert len(lines) == height
         above = lines.index("events") + 1
         assert [line.split()[-1] for line in lines[above:]] == [f"event{n:03}" for n in range(100 - (height - above), 100)]
-    assert any(line.split() == ["other", "waiting", "-", "-"] for line in lines)
+    assert any(line.split() == ["other", "waiting", "-", "-", "-"] for line in lines)
     assert not any(line.startswith("old") for line in lines)
 
 

@@ -99,7 +99,7 @@ class RowSums:
         self._tables = tables
         self._parts: dict[str, list[tuple[Ids, _Sums]]] = {}
         self._weight = 0.0
-        """Of the micro-batches that are in."""
+        """What the micro-batches that are in weigh."""
         self.versions: dict[int, int] = {}
         """Those that the gradients were computed on."""
 
@@ -163,7 +163,7 @@ class ServerStepTables:
         self._stale = False
         """Rows were looked up in this step that lack something of the last one: it must not count."""
         self._next_key = 0
-        """Of the next step that pushes; 0: no step has."""
+        """The number of the next step that pushes; 0: no step has."""
         self._versions: dict[int, int] = {}
         """Partition -> the version that it has when all that counts was pushed."""
         self._found: dict[int, int] = {}
@@ -363,8 +363,8 @@ class ServerStepTables:
             self._own.metrics.pushes_lost.inc(expected - version)
         elif self._may_differ:
             _log.warning(
-                "sparse table %r: bucket %d has had %d pushes since the checkpoint that was loaded; its rows stay as they are now, and what "
-                "the steps since then have changed in them stays",
+                "sparse table %r: bucket %d has had %d pushes since the checkpoint that was loaded; its rows stay as they are now, and "
+                "what the steps since then have changed in them stays",
                 *(table, partition_id, version - expected),
             )
         else:
@@ -447,9 +447,7 @@ class ServerStepTables:
         if not rows:
             return
         self._clock += 1
-        iteration = Iteration(
-            clock=self._clock, revision=self._revision, gradients={}, pull=False, batch=step.key, in_part=True, rows=rows
-        )
+        iteration = Iteration(clock=self._clock, revision=self._revision, gradients={}, pull=False, batch=step.key, in_part=True, rows=rows)
         try:
             self._require_servers().exchange(iteration)
         except StopTraining as stop:
@@ -459,7 +457,7 @@ class ServerStepTables:
         self._saw(rows)
 
     def _forget(self) -> None:
-        """Of the step in progress nothing is left."""
+        """Leaves nothing of the step in progress."""
         self.drop_gradients()
         self._here.clear()
         self._stale = False

@@ -1,4 +1,4 @@
-"""The plain script beside it, elastic: `shoal run --standalone --nproc-per-node 3 train.py`. Four lines differ."""
+"""The plain script beside it, elastic: `shoal run --standalone --nproc-per-node 3 train.py`. Five lines differ."""
 
 import shoal
 import torch
@@ -18,6 +18,7 @@ for epoch in loader.epochs(300):
     for images, labels in loader:
         loss = nn.functional.cross_entropy(model(images), labels)
         loss.backward()
+        shoal.report(loss=loss)
         optimizer.step()
         optimizer.zero_grad()
     print(f"epoch {epoch}: loss {loss.item():.4f}", flush=True)

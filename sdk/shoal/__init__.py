@@ -77,13 +77,16 @@ if TYPE_CHECKING:
     from shoal_worker.tables import SparseEmbedding, SparseEmbeddingBag
 
     from shoal import optim as optim
+    from shoal.client import AsyncClient, Client
     from shoal.parameter_servers import ModelReader, ParameterServerClient
 
 __all__ = [
+    "AsyncClient",
     "AsyncSGDModel",
     "AsyncSGDOptimizer",
     "AuthenticationError",
     "ChannelSettings",
+    "Client",
     "CommunicationBackend",
     "ConfigurationError",
     "CoordinatorClient",
@@ -160,9 +163,11 @@ __all__ = [
 
 _API = "shoal_worker.api"
 _HOMES = {
+    "AsyncClient": "shoal.client",
     "AsyncSGDModel": "shoal_worker.strategies.async_sgd",
     "AsyncSGDOptimizer": "shoal_worker.strategies.async_sgd",
     "ChannelSettings": "shoal_common.rpc.channel",
+    "Client": "shoal.client",
     "CommunicationBackend": "shoal_worker.backends.base",
     "CoordinatorClient": "shoal_common.clients.coordinator",
     "DDPModel": "shoal_worker.strategies.ddp",

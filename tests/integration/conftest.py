@@ -109,6 +109,7 @@ class Shell:
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("SHOAL_", "PET_"))},
             "XDG_RUNTIME_DIR": str(directory / "runtime"),
+            "XDG_STATE_HOME": str(directory / "state"),
             "OMP_NUM_THREADS": "1",
         }
         self._commands: list[Command] = []

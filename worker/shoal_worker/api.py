@@ -251,9 +251,15 @@ def load_full_state(path: str | Path) -> dict[str, torch.Tensor]:
     return read_model(Path(path))
 
 
-def report(*, loss: float) -> None:
-    """Tells `shoal status` and the metrics this rank's loss. `train_step` does so by itself."""
-    current_session().progress.told_loss(loss)
+def report(*, loss: float | torch.Tensor) -> None:
+    """Tells `shoal status`, `shoal top` and the metrics this rank's loss. `train_step` does so by itself.
+
+    Cheap enough for every step: a loss on a GPU is copied when the GPU has come to it, and the loop does not wait for it.
+
+    Raises:
+        ConfigurationError: it is not one number.
+    """
+    current_session().progress.loss.tell(loss)
 
 
 def is_joining() -> bool:

@@ -25,7 +25,7 @@ class WorkerMetrics:
         self.steps_committed = Counter("shoal_worker_steps_committed", "Steps applied on this worker.", registry=self.registry)
         self.steps_lost = Counter("shoal_worker_steps_lost", "Steps that a fault made void on this worker.", registry=self.registry)
         self.samples = Counter("shoal_worker_samples", "Samples of this worker that committed steps counted.", registry=self.registry)
-        self.loss = Gauge("shoal_worker_loss", "Loss of the last committed step, if the loop told it.", registry=self.registry)
+        self.loss = Gauge("shoal_worker_loss", "Loss that train_step or shoal.report told last; NaN: none.", registry=self.registry)
         self.step_seconds = Histogram(
             "shoal_worker_step_seconds",
             "Time from one commit to the next.",

@@ -13,10 +13,15 @@ from typing import Annotated
 import typer
 from shoal_common.errors import ConfigurationError, ShoalError
 
-from shoal.cli.control import drain, kill
+from shoal.cli.control import drain, kill, stop
 from shoal.cli.demo import demo
+from shoal.cli.events import events
+from shoal.cli.jobs import jobs
+from shoal.cli.logs import logs
 from shoal.cli.run import run
 from shoal.cli.status import status
+from shoal.cli.submit import submit
+from shoal.cli.top import top
 from shoal.cli.up import up
 
 app = typer.Typer(
@@ -29,9 +34,15 @@ app = typer.Typer(
 # What follows the script is the script's own, flags too.
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command(context_settings={"allow_interspersed_args": False})(up)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False})(submit)
+app.command()(jobs)
 app.command()(status)
-app.command()(kill)
+app.command()(top)
+app.command()(events)
+app.command()(logs)
 app.command()(drain)
+app.command()(stop)
+app.command()(kill)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(demo)
 
 

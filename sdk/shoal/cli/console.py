@@ -22,6 +22,14 @@ _LAST_OUTPUT_TIMEOUT: Final = timedelta(seconds=60)
 Note = Callable[[str], None]
 
 
+class RunExit(SystemExit):
+    """The end of a run. `summary`: which workers failed, for people; empty: none did."""
+
+    def __init__(self, result: RunResult, summary: str) -> None:
+        super().__init__(result.exit_code)
+        self.summary = summary
+
+
 def tell(text: str) -> None:
     """A line of the launcher's own, before anything runs."""
     print(f"shoal: {text}", file=sys.stderr, flush=True)  # noqa: T201 - a command speaks to its person
@@ -32,13 +40,12 @@ def run_to_exit(settings: RunSettings, *, live: bool = False) -> NoReturn:
     if settings.workers > 1 and "OMP_NUM_THREADS" not in os.environ:
         tell("OMP_NUM_THREADS is not set: each worker gets 1 thread; set it to what suits your script")
     try:
-        result = _run(settings, live=live)
+        raise _run(settings, live=live)
     except TerminalStuckError as error:
         _leave(error)
-    sys.exit(result.exit_code)
 
 
-def _run(settings: RunSettings, *, live: bool) -> RunResult:
+def _run(settings: RunSettings, *, live: bool) -> RunExit:
     with ExitStack() as stack:
         pump: OutputPump
 
@@ -54,8 +61,8 @@ def _run(settings: RunSettings, *, live: bool) -> RunResult:
         pump = OutputPump(writer)
         stack.callback(pump.close, _LAST_OUTPUT_TIMEOUT)
         result = Agent(settings, site, pump=pump, note=note, colour=_coloured()).run()
-        _tell_result(settings, result, pump, note)
-    return result
+        summary = _tell_result(settings, result, pump, note)
+    return RunExit(result, summary)
 
 
 def _leave(error: TerminalStuckError) -> NoReturn:
@@ -74,11 +81,16 @@ def _site(settings: RunSettings, note: Note) -> Site:
     return SharedSite(settings, note=note)
 
 
-def _tell_result(settings: RunSettings, result: RunResult, pump: OutputPump, note: Note) -> None:
+def _tell_result(settings: RunSettings, result: RunResult, pump: OutputPump, note: Note) -> str:
+    """Returns what it told."""
+    summary = ""
     if result.failures:
-        pump.say(failure_summary(settings.program, result.failures, result.survived))
+        summary = failure_summary(settings.program, result.failures, result.survived)
+        pump.say(summary)
     elif result.survived and result.exit_code == 0:
-        note(survived_summary(result.survived))
+        summary = survived_summary(result.survived)
+        note(summary)
+    return summary
 
 
 def _coloured() -> bool:

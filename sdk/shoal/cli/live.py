@@ -41,11 +41,15 @@ class LiveView:
         self._thread = threading.Thread(target=self._follow, name="shoal-live", daemon=True)
 
     def write(self, stream: Stream, data: bytes) -> None:
-        """Prints workers' lines above the table; safe on any thread."""
-        if stream.is_terminal:
-            self._console.print(Text.from_ansi(data.decode(errors="replace")))
-        else:
+        """Prints workers' lines above the table; safe on any thread. Of lines that overwrite one another (progress bars) the last one is
+        shown: the table comes between."""
+        if not stream.is_terminal:
             self._fallback(stream, data)
+            return
+        whole = b"".join(line for line in data.splitlines(keepends=True) if line.endswith(b"\n"))
+        if whole:
+            text = Text.from_ansi(whole.decode(errors="replace").removesuffix("\n"))
+            self._console.print(text, soft_wrap=True)
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -62,16 +66,16 @@ class LiveView:
         self._live.stop()
 
     def _follow(self) -> None:
-        from shoal_common.clients.coordinator import CoordinatorClient
         from shoal_common.errors import ShoalError
         from shoal_common.rpc.channel import ChannelSettings
 
         from shoal.cli.view import job_view
+        from shoal.client import Client
 
-        with CoordinatorClient(ChannelSettings(address=self._coordinator, attempts=1)) as client:
+        with Client(ChannelSettings(address=self._coordinator, attempts=1)) as client:
             while not self._closed.wait(_INTERVAL_S):
                 try:
-                    job = client.get_job(self._job_id)
+                    job = client.job(self._job_id)
                 except ShoalError:
                     # Not there yet, or away for a moment: what was known stays on the screen.
                     continue

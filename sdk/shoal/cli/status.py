@@ -25,7 +25,7 @@ def status(
     from shoal.cli.view import job_json, job_view
 
     with target(coordinator, job) as found:
-        answer = found.client.get_job(found.job_id)
+        answer = found.client.job(found.job_id)
     if as_json:
         typer.echo(json.dumps(job_json(answer), indent=2))
     else:

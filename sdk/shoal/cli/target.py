@@ -10,12 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import typer
-from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import ConfigurationError, DeadlineError, ShoalError, UnavailableError, UnknownResourceError
 from shoal_common.rpc.channel import ChannelSettings
 
+from shoal.client import Client
 from shoal.launcher.credentials import channel_settings
-from shoal.launcher.jobs import launchers_job_id
 from shoal.launcher.registry import ClusterRecord, newest_cluster, running_clusters
 
 _MOST_NAMED = 5
@@ -27,7 +26,7 @@ _NOT_A_COORDINATORS = (UnavailableError.default_reason, DeadlineError.default_re
 class Target:
     """A job at a coordinator."""
 
-    client: CoordinatorClient
+    client: Client
     job_id: str
 
 
@@ -35,24 +34,26 @@ class Target:
 def target(coordinator: str | None, job: str | None) -> Iterator[Target]:
     """Connects. Raises UnknownResourceError with the remedy where there is no cluster or no one job to mean, UnavailableError where nobody
     answers; ShoalErrors of the channel. So does what the caller asks within."""
+    settings: ChannelSettings | None
     if coordinator:
         settings = channel_settings(coordinator)
+        address = settings.address
         remedy = "check --coordinator (or SHOAL_COORDINATOR); without it, the clusters of this machine are found by themselves"
     else:
         record = newest_cluster(job=job)
         if job is None:
             _tell_others(record)
-        job = record.job_id
-        settings = ChannelSettings(address=record.coordinator)
+        job, address = record.job_id, record.coordinator
+        settings = None
         remedy = f"its launcher is pid {record.pid}; it may be ending, try again"
-    with CoordinatorClient(settings) as client:
+    with Client(settings) as client:
         try:
-            yield Target(client=client, job_id=job or _only_job(client, settings.address))
+            yield Target(client=client, job_id=job or _only_job(client, address))
         except ShoalError as error:
             if error.reason not in _NOT_A_COORDINATORS:
                 raise
             cause = str(error).rpartition(": ")[2].rstrip("]")
-            raise UnavailableError(f"no coordinator answers at {settings.address} ({cause}); {remedy}") from error
+            raise UnavailableError(f"no coordinator answers at {address} ({cause}); {remedy}") from error
 
 
 def _tell_others(shown: ClusterRecord) -> None:
@@ -65,11 +66,10 @@ def _tell_others(shown: ClusterRecord) -> None:
         )
 
 
-def _only_job(client: CoordinatorClient, address: str) -> str:
-    jobs = {str(summary.job_id) for summary in client.list_jobs().jobs}
-    jobs -= {launchers_job_id(job) for job in jobs}
+def _only_job(client: Client, address: str) -> str:
+    jobs = [summary.job_id for summary in client.jobs()]
     if not jobs:
         raise UnknownResourceError(f"the coordinator at {address} has no jobs", reason="JOB_UNKNOWN")
     if len(jobs) > 1:
-        raise ConfigurationError(f"the coordinator at {address} has {len(jobs)} jobs: name one with --job ({', '.join(sorted(jobs)[:10])})")
-    return jobs.pop()
+        raise ConfigurationError(f"the coordinator at {address} has {len(jobs)} jobs: name one with --job ({', '.join(jobs[:10])})")
+    return jobs[0]

@@ -1,167 +1,198 @@
-"""How a job looks on a terminal and as JSON. Pure: from the coordinator's answer to tables and plain values."""
+"""How a job looks on a terminal and as JSON. Pure: from what the client tells of it to tables and plain values."""
 
 from __future__ import annotations
 
-import math
-from datetime import timedelta
+import json
+from collections.abc import Sequence
+from datetime import datetime, timedelta
 from typing import Any, Final
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
-from shoal_protos.v1 import coordinator_pb2 as pb
 
-_PHASE_STYLES: Final = {"ranked": "green", "draining": "yellow", "quarantined": "red", "ready": "cyan", "joined": "cyan"}
+from shoal.cli.table import Column, FittingTable
+from shoal.client import Event, Job, JobEnding, JobPhase, JobSummary, Member, MemberPhase, PastRun, Result, Server, ServerRole
+
+_PHASE_STYLES: Final = {
+    MemberPhase.RANKED: "green",
+    MemberPhase.DRAINING: "yellow",
+    MemberPhase.QUARANTINED: "red",
+    MemberPhase.READY: "cyan",
+    MemberPhase.JOINED: "cyan",
+    JobPhase.RUNNING: "green",
+    JobPhase.WAITING: "cyan",
+    JobPhase.STOPPING: "yellow",
+}
 _NOTHING: Final = "-"
-_ROLES: Final = {pb.SERVER_ROLE_PRIMARY: "primary", pb.SERVER_ROLE_BACKUP: "backup"}
-_LONG_S: Final = 2.0
+_SHORT_ID: Final = 8
+_LONG: Final = timedelta(seconds=2)
 _MOST_PAST_RUNS: Final = 5
 
 
-def job_phase(job: pb.GetJobResponse) -> str:
-    return str(pb.JobPhase.Name(job.phase)).removeprefix("JOB_PHASE_").lower()
-
-
-def member_phase(member: pb.MemberStatus) -> str:
-    return str(pb.MemberPhase.Name(member.phase)).removeprefix("MEMBER_PHASE_").lower()
-
-
-def job_view(job: pb.GetJobResponse) -> RenderableType:
+def job_view(job: Job) -> RenderableType:
     """A headline and tables of members and servers."""
     parts: list[RenderableType] = [_headline(job)]
     if job.waits_for:
         parts.append(Text(job.waits_for, style="yellow"))
+    if job.ending_reason and job.ending is not JobEnding.COMPLETED:
+        parts.append(Text(job.ending_reason, style="yellow"))
     if job.members:
         parts.append(_member_table(job))
         notes = dict.fromkeys(_note(member) for member in job.members if member.note)  # the same one of two ranks is said once
         parts += [Text(note, style="yellow") for note in notes]
-    elif job.phase == pb.JOB_PHASE_WAITING:
+    elif job.phase is JobPhase.WAITING:
         hint = "no members yet: workers join when their script calls shoal.init(); a plain torchrun script never does"
-        parts.append(Text("no members any more" if job.generation.number else hint, style="dim"))
+        parts.append(Text("no members any more" if job.generation else hint, style="dim"))
     if job.servers:
         parts.append(_server_table(job))
-    parts += [Text(_past_run(past, job.now_unix_ms), style="dim") for past in job.past_runs[-_MOST_PAST_RUNS:]]
+    parts += [Text(_past_run(past, job.now), style="dim") for past in job.past_runs[-_MOST_PAST_RUNS:]]
     return Group(*parts)
 
 
-def _headline(job: pb.GetJobResponse) -> Text:
-    ranked = sum(member.rank >= 0 for member in job.members)
-    run = f", run {job.run.number}" if job.run.number > 1 else ""
-    text = Text.assemble((f"job {job.spec.job_id}", "bold"), f"{run}  {job_phase(job)}, generation {job.generation.number}")
-    if job.phase != pb.JOB_PHASE_FINISHED:
-        text.append(f", {ranked} of {job.spec.max_workers} workers have a rank")
+def jobs_view(jobs: Sequence[JobSummary], *, shown: str | None = None) -> RenderableType:
+    """A table of jobs; the one that is `shown` below it is marked."""
+    return FittingTable(
+        Column("job", [Text(job.job_id, style="bold" if job.job_id == shown else "") for job in jobs], right=False),
+        Column("phase", [_phase(job.phase) for job in jobs], right=False),
+        Column("generation", [str(job.generation or _NOTHING) for job in jobs]),
+        Column("ranks", [str(job.world_size or _NOTHING) for job in jobs]),
+        Column("ended", [_ended(job.result) for job in jobs], right=False),
+    )
+
+
+def _ended(result: Result | None) -> Text:
+    if result is None:
+        return Text(_NOTHING)
+    if result.ok:
+        return Text("well", style="green")
+    return Text("killed" if result.exit_status is None else f"with status {result.exit_status}", style="red")
+
+
+def event_line(event: Event) -> Text:
+    """One line: when, what, about whom, and what else there is to say."""
+    parts = [f" {name}={_quoted(value)}" for name, value in event.attributes.items() if value]
+    line = Text(_clock(event.at), style="dim")
+    line.append(f"  {event.kind}", style="not dim bold")
+    if event.generation:
+        line.append(f"  generation {event.generation}", style="not dim")
+    if event.member_id:
+        line.append(f"  member {event.member_id[:_SHORT_ID]}", style="not dim")
+    return line.append(" " + "".join(parts), style="not dim") if parts else line
+
+
+def _quoted(value: str) -> str:
+    return json.dumps(value, ensure_ascii=False) if " " in value else value
+
+
+def _clock(moment: datetime) -> str:
+    return moment.astimezone().strftime("%H:%M:%S.%f")[:-3]
+
+
+def _headline(job: Job) -> Text:
+    ranked = sum(member.rank is not None for member in job.members)
+    run = f", run {job.run}" if job.run > 1 else ""
+    text = Text.assemble((f"job {job.job_id}", "bold"), f"{run}  {job.phase}, generation {job.generation}")
+    if job.phase is not JobPhase.FINISHED:
+        text.append(f", {ranked} of {job.max_workers} workers have a rank")
+    elif job.ending is not None:
+        text.append(f", {job.ending}")
     return text
 
 
-def run_ending(ending: pb.JobEnding) -> str:
-    """completed, stopped or failed."""
-    return str(pb.JobEnding.Name(ending)).removeprefix("JOB_ENDING_").lower()
+def _past_run(past: PastRun, now: datetime) -> str:
+    why = f": {past.reason}" if past.reason else ""
+    return f"run {past.number} {past.ending} {_whole(now - past.ended)} ago, after {_whole(past.ended - past.began)}{why}"
 
 
-def _past_run(past: pb.RunStatus, now_unix_ms: int) -> str:
-    ago = timedelta(seconds=max(0, now_unix_ms - past.ended_unix_ms) // 1000)
-    took = timedelta(seconds=max(0, past.ended_unix_ms - past.run.began_unix_ms) // 1000)
-    why = f": {past.ending_reason}" if past.ending_reason else ""
-    return f"run {past.run.number} {run_ending(past.ending)} {ago} ago, after {took}{why}"
+def _whole(duration: timedelta) -> timedelta:
+    return timedelta(seconds=max(0, duration // timedelta(seconds=1)))
 
 
-def _note(member: pb.MemberStatus) -> str:
-    who = f"rank {member.rank} ({member.host})" if member.rank >= 0 else f"member {member.member_id} ({member.host})"
-    return str(member.note) if who in member.note else f"{who}: {member.note}"
+def _note(member: Member) -> str:
+    who = f"rank {member.rank} ({member.host})" if member.rank is not None else f"member {member.member_id} ({member.host})"
+    return member.note or "" if who in (member.note or "") else f"{who}: {member.note}"
 
 
-def _member_table(job: pb.GetJobResponse) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("rank", justify="right")
-    for name in ("phase", "host"):
-        table.add_column(name)
-    for name in ("pid", "generation", "epoch", "step", "samples/s", "loss", "step time", "waiting"):
-        table.add_column(name, justify="right")
-    asynchronous = any(member.progress.staleness for member in job.members)
-    if asynchronous:
-        table.add_column("staleness", justify="right")
-    for member in job.members:
-        phase = member_phase(member)
-        row = [
-            str(member.rank) if member.rank >= 0 else _NOTHING,
-            Text(phase, style=_PHASE_STYLES.get(phase, "")),
-            member.host,
-            str(member.pid),
-            str(job.generation.number) if member.rank >= 0 else _NOTHING,
-            *_progress_cells(member.progress),
-        ]
-        if asynchronous:
-            row.append(f"{member.progress.staleness:.0f}")
-        table.add_row(*row)
-    return table
+def _phase(phase: MemberPhase | JobPhase) -> Text:
+    return Text(phase, style=_PHASE_STYLES.get(phase, ""))
 
 
-def _progress_cells(progress: pb.Progress) -> list[str]:
-    return [
-        str(progress.epoch),
-        str(progress.step),
-        f"{progress.samples_per_s:,.0f}" if progress.samples_per_s else _NOTHING,
-        _NOTHING if math.isnan(progress.loss) or not progress.step else f"{progress.loss:.4g}",
-        f"{progress.step_time_s * 1e3:.1f} ms" if progress.step_time_s else _NOTHING,
-        _waiting(progress),
-    ]
+def _member_table(job: Job) -> FittingTable:
+    members = job.members
+    asynchronous = any(member.staleness for member in members)
+    return FittingTable(
+        Column("rank", [_NOTHING if member.rank is None else str(member.rank) for member in members]),
+        Column("phase", [_phase(member.phase) for member in members], dispensable=1, right=False),
+        Column("host", [member.host for member in members], dispensable=2, right=False),
+        Column("pid", [str(member.pid) for member in members], dispensable=3),
+        Column("epoch", [str(member.epoch) for member in members]),
+        Column("step", [str(member.step) for member in members]),
+        Column("samples/s", [f"{member.samples_per_s:,.0f}" if member.samples_per_s else _NOTHING for member in members]),
+        Column("loss", [_NOTHING if member.loss is None or not member.step else f"{member.loss:.4g}" for member in members]),
+        Column("step time", [_milliseconds(member.step_time) for member in members]),
+        Column("waiting", [_waiting(member) for member in members]),
+        *((Column("staleness", [f"{member.staleness:.0f}" for member in members]),) if asynchronous else ()),
+    )
 
 
-def _waiting(progress: pb.Progress) -> str:
+def _milliseconds(duration: timedelta) -> str:
+    return f"{duration / timedelta(milliseconds=1):.1f} ms" if duration else _NOTHING
+
+
+def _waiting(member: Member) -> str:
     """For its peers: now, if it has for long; else the share of its steps."""
-    if progress.waiting_s >= _LONG_S:
-        return f"{progress.waiting_s:.0f} s"
-    if not progress.step_time_s or not progress.busy_time_s:
+    if member.waiting >= _LONG:
+        return f"{member.waiting.total_seconds():.0f} s"
+    if not member.step_time or not member.busy_time:
         return _NOTHING
-    return f"{max(0.0, 1 - progress.busy_time_s / progress.step_time_s):.0%}"
+    return f"{max(0.0, 1 - member.busy_time / member.step_time):.0%}"
 
 
-def _server_table(job: pb.GetJobResponse) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("server", "role", "id", "address", "state"):
-        table.add_column(name)
-    for name in ("partitions", "values"):
-        table.add_column(name, justify="right")
-    for server in job.servers:
-        state = Text("alive", style="green") if server.alive else Text("gone", style="red")
-        if server.alive and server.role == pb.SERVER_ROLE_BACKUP:
-            state = Text("in sync", style="green") if server.in_sync else Text("catching up", style="yellow")
-        if server.draining:
-            state.append(", draining", style="yellow")
-        table.add_row(
-            str(server.server_index),
-            _ROLES[server.role],
-            server.server_id,
-            server.address or _NOTHING,
-            state,
-            str(server.partitions),
-            f"{server.value_bytes / (1 << 20):,.1f} MiB",
-        )
-    return table
+def _server_table(job: Job) -> FittingTable:
+    servers = job.servers
+    return FittingTable(
+        Column("server", [str(server.place) for server in servers]),
+        Column("role", [server.role for server in servers], dispensable=1, right=False),
+        Column("id", [server.server_id for server in servers], right=False),
+        Column("address", [server.address or _NOTHING for server in servers], dispensable=2, right=False),
+        Column("state", [_server_state(server) for server in servers], right=False),
+        Column("partitions", [str(server.partitions) for server in servers]),
+        Column("values", [f"{server.value_bytes / (1 << 20):,.1f} MiB" for server in servers]),
+    )
 
 
-def job_json(job: pb.GetJobResponse) -> dict[str, Any]:
+def _server_state(server: Server) -> Text:
+    state = Text("alive", style="green") if server.alive else Text("gone", style="red")
+    if server.alive and server.role is ServerRole.BACKUP:
+        state = Text("in sync", style="green") if server.in_sync else Text("catching up", style="yellow")
+    if server.draining:
+        state.append(", draining", style="yellow")
+    return state
+
+
+def job_json(job: Job) -> dict[str, Any]:
     """The same as plain values. Unknown numbers are null; times are milliseconds of the Unix epoch, by the Redis server's clock."""
-    spec = job.spec
     return {
-        "job_id": spec.job_id,
-        "run": job.run.number,
-        "phase": job_phase(job),
-        "generation": job.generation.number,
-        "world_size": len(job.generation.ranks),
-        "min_workers": spec.min_workers,
-        "max_workers": spec.max_workers,
-        "now_unix_ms": job.now_unix_ms,
-        "waits_for": job.waits_for or None,
+        "job_id": job.job_id,
+        "run": job.run,
+        "phase": job.phase,
+        "ending": job.ending,
+        "ending_reason": job.ending_reason,
+        "generation": job.generation,
+        "world_size": job.world_size,
+        "min_workers": job.min_workers,
+        "max_workers": job.max_workers,
+        "now_unix_ms": _unix_ms(job.now),
+        "waits_for": job.waits_for,
         "members": [_member_json(member) for member in job.members],
         "servers": [
             {
-                "server_index": server.server_index,
-                "role": _ROLES[server.role],
+                "server_index": server.place,
+                "role": server.role,
                 "in_sync": server.in_sync,
                 "server_id": server.server_id,
-                "address": server.address or None,
-                "metrics_address": server.metrics_address or None,
+                "address": server.address,
+                "metrics_address": server.metrics_address,
                 "alive": server.alive,
                 "draining": server.draining,
                 "partitions": server.partitions,
@@ -171,36 +202,63 @@ def job_json(job: pb.GetJobResponse) -> dict[str, Any]:
         ],
         "past_runs": [
             {
-                "run": past.run.number,
-                "began_unix_ms": past.run.began_unix_ms,
-                "ended_unix_ms": past.ended_unix_ms,
-                "ending": run_ending(past.ending),
-                "reason": past.ending_reason or None,
+                "run": past.number,
+                "began_unix_ms": _unix_ms(past.began),
+                "ended_unix_ms": _unix_ms(past.ended),
+                "ending": past.ending,
+                "reason": past.reason,
             }
             for past in job.past_runs
         ],
     }
 
 
-def _member_json(member: pb.MemberStatus) -> dict[str, Any]:
-    progress = member.progress
+def summary_json(job: JobSummary) -> dict[str, Any]:
+    """A job in a list as plain values."""
+    result = job.result
     return {
-        "rank": member.rank if member.rank >= 0 else None,
-        "phase": member_phase(member),
+        "job_id": job.job_id,
+        "phase": job.phase,
+        "generation": job.generation,
+        "world_size": job.world_size,
+        "result": None if result is None else {"ok": result.ok, "exit_status": result.exit_status, "summary": result.summary},
+    }
+
+
+def event_json(event: Event) -> dict[str, Any]:
+    """An event as plain values."""
+    return {
+        "event_id": event.event_id,
+        "unix_ms": _unix_ms(event.at),
+        "kind": event.kind,
+        "generation": event.generation,
+        "member_id": event.member_id,
+        "attributes": dict(event.attributes),
+    }
+
+
+def _unix_ms(moment: datetime) -> int:
+    return round(moment.timestamp() * 1000)
+
+
+def _member_json(member: Member) -> dict[str, Any]:
+    return {
+        "rank": member.rank,
+        "phase": member.phase,
         "member_id": member.member_id,
         "host": member.host,
         "pid": member.pid,
-        "metrics_address": member.metrics_address or None,
-        "joined_unix_ms": member.joined_unix_ms,
-        "step": progress.step,
-        "epoch": progress.epoch,
-        "samples": progress.samples,
-        "samples_per_s": progress.samples_per_s,
-        "loss": None if math.isnan(progress.loss) else progress.loss,
-        "step_time_s": progress.step_time_s,
-        "staleness": progress.staleness,
-        "busy_time_s": progress.busy_time_s,
-        "waiting_s": progress.waiting_s,
-        "waiting_in": progress.waiting_in or None,
-        "note": member.note or None,
+        "metrics_address": member.metrics_address,
+        "joined_unix_ms": _unix_ms(member.joined),
+        "step": member.step,
+        "epoch": member.epoch,
+        "samples": member.samples,
+        "samples_per_s": member.samples_per_s,
+        "loss": member.loss,
+        "step_time_s": member.step_time.total_seconds(),
+        "staleness": member.staleness,
+        "busy_time_s": member.busy_time.total_seconds(),
+        "waiting_s": member.waiting.total_seconds(),
+        "waiting_in": member.waiting_in,
+        "note": member.note,
     }

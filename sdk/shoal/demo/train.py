@@ -47,7 +47,7 @@ def main() -> None:
             loss = nn.functional.cross_entropy(model(images), labels)
             loss.backward()
             drag.hold()
-            shoal.report(loss=loss.item())
+            shoal.report(loss=loss)
             generation = shoal.generation()
             committed = optimizer.step()
             drag.end()

@@ -9,6 +9,8 @@ from datetime import timedelta
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
+from shoal_common.errors import ConfigurationError
+
 if TYPE_CHECKING:
     from shoal_protos.v1.coordinator_pb2 import JobSpec
 
@@ -60,6 +62,12 @@ def new_job_id(program: str) -> str:
     """A fresh id that a person recognizes: `train-3f9a1c` for `examples/train.py`."""
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", PurePath(program).stem).lstrip("._-") or "job"
     return f"{stem[: _JOB_ID_LENGTH - 7]}-{secrets.token_hex(3)}"
+
+
+def check_job_id(job_id: str) -> None:
+    """Raises ConfigurationError unless a job may be called so."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", job_id):
+        raise ConfigurationError(f"job id {job_id!r}: expected 1 to 64 characters of A-Z a-z 0-9 . _ -, starting with a letter or digit")
 
 
 def _milliseconds(duration: timedelta | None) -> int:

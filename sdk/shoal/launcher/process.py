@@ -180,10 +180,14 @@ class Handle:
         self.pid = pid
         self._fd = os.pidfd_open(pid)
 
+    def send(self, number: signal.Signals) -> None:
+        """Nothing if it has ended. Raises PermissionError for another user's."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._fd, number)
+
     def kill(self) -> None:
         """SIGKILL; nothing if it has ended. Raises PermissionError for another user's."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._fd, signal.SIGKILL)
+        self.send(signal.SIGKILL)
 
     def wait(self, timeout: timedelta) -> bool:
         """Whether it ended within `timeout`."""

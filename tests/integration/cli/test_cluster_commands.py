@@ -184,7 +184,7 @@ def test_version_and_help(shell: Shell) -> None:
     assert re.fullmatch(r"shoal \d+\.\d+\.\d+\n", out)
     status, out, _ = shell.run("--help")
     assert status == 0
-    assert {"run", "up", "status", "kill", "drain", "demo"} <= set(out.split())
+    assert {"run", "up", "submit", "jobs", "status", "top", "events", "logs", "drain", "stop", "kill", "demo"} <= set(out.split())
 
 
 def test_ctrl_c_while_the_program_is_loaded_ends_it_without_a_traceback(shell: Shell) -> None:
@@ -222,9 +222,10 @@ def test_up_without_a_terminal_is_a_run_that_ends_with_the_script(shell: Shell) 
 
 
 def test_up_on_a_terminal_shows_the_members_below_the_output(shell: Shell, elastic_worker: Path) -> None:
-    """Also output that the terminal's encoding cannot express."""
+    """Also output that the terminal's encoding cannot express, and lines that overwrite one another."""
     worker = shell.script(
-        f"import os, runpy\nos.write(1, b'\\xe2\\x86\\x92\\n')\nrunpy.run_path({str(elastic_worker)!r}, run_name='__main__')\n"
+        "import os, runpy\nos.write(1, b'\\xe2\\x86\\x92\\n 50%\\r100%\\n')\n"
+        f"runpy.run_path({str(elastic_worker)!r}, run_name='__main__')\n"
     )
     finish = shell.directory / "finish"
     ours, theirs = pty.openpty()
@@ -244,6 +245,9 @@ def test_up_on_a_terminal_shows_the_members_below_the_output(shell: Shell, elast
     finish.touch()
     seen += read_to_end(ours)
     assert command.wait(90) == 0, seen.decode()
+    assert seen.count(b" 100%\r\n") == 2
+    assert b" 50%" not in seen
+    assert re.search(rb"(100%|of 2)\r\n\r\n", seen) is None, "a blank line after a worker's"
 
 
 def test_a_terminal_that_stands_still_does_not_hold_up_the_end(shell: Shell) -> None:

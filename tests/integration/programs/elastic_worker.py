@@ -94,7 +94,8 @@ class Member:
         self.tell_launcher("joined")
         print("told", *(f"{name}={os.environ[name]}" for name in ("SHOAL_ALLOW_RESTART_FROM_SCRATCH",) if name in os.environ), flush=True)
         deadline = time.monotonic() + 90
-        with CoordinatorClient(ChannelSettings(address=os.environ["SHOAL_COORDINATOR"])) as client:
+        settings = ChannelSettings(address=os.environ["SHOAL_COORDINATOR"], token=os.environ.get("SHOAL_TOKEN"))
+        with CoordinatorClient(settings) as client:
             while not self.left:
                 try:
                     for directive in client.join_session(self.messages()):

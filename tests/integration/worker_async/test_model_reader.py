@@ -59,6 +59,12 @@ def test_what_is_read_are_the_workers_parameters(cluster: Make) -> None:
         channel = ChannelSettings(address=running.coordinator.address)
         whole = shoal.ParameterServerClient.state_dict(channel, running.job_id)
         assert all(torch.equal(whole[name], value) for name, value in model.gather_full_parameters().items())
+        with shoal.Client(channel) as client:
+            told = client.state_dict(running.job_id, timeout=timedelta(seconds=60))
+            servers = client.servers(running.job_id)
+        assert told.keys() == state.keys()
+        assert all(torch.equal(told[name], value) for name, value in state.items())
+        assert sum(server.value_bytes for server in servers) == sum(value.nbytes for value in state.values())
 
 
 def test_a_model_is_read_anew_while_it_trains_and_sent_again_only_where_it_has_changed(cluster: Make) -> None:

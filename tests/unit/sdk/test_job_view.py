@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import math
 from typing import Any
 
 import pytest
 from rich.console import Console
-from shoal.cli.view import job_json, job_view
+from shoal.cli.view import event_line, job_json, job_view, jobs_view, summary_json
+from shoal.client import JobPhase, JobSummary, Result
+from shoal.client.messages import event_of, job_of
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 
@@ -17,15 +20,15 @@ def test_a_job_without_members_has_none_yet_or_none_any_more(generation: int, ex
         spec=pb.JobSpec(job_id="j", min_workers=1, max_workers=3), phase=pb.JOB_PHASE_WAITING, generation=pb.Generation(number=generation)
     )
     written = io.StringIO()
-    Console(file=written, width=140).print(job_view(job))
+    Console(file=written, width=140).print(job_view(job_of(job)))
     headline, hint = written.getvalue().splitlines()
     assert headline == f"job j  waiting, generation {generation}, 0 of 3 workers have a rank"
     assert hint.startswith(expected)
 
 
-def shown(job: pb.GetJobResponse) -> str:
+def shown(job: pb.GetJobResponse, *, width: int = 200) -> str:
     written = io.StringIO()
-    Console(file=written, width=200).print(job_view(job))
+    Console(file=written, width=width).print(job_view(job_of(job)))
     return written.getvalue()
 
 
@@ -47,7 +50,7 @@ def test_a_step_that_stands_is_explained_above_the_ranks_that_wait() -> None:
     assert lines[3].split()[-3:] == ["ms", "12", "s"]
     assert lines[4].split()[-1] == "50%"
     assert lines[5] == "rank 1 (h1): not heard of for 13 s"
-    told = job_json(job)
+    told = job_json(job_of(job))
     assert told["waits_for"] == why
     assert [m["note"] for m in told["members"]] == [None, "not heard of for 13 s"]
 
@@ -63,7 +66,7 @@ def test_servers_are_shown_with_what_they_hold_and_whether_they_leave() -> None:
         ["0", "primary", "s0", "-", "alive", "12", "90.0", "MiB"],
         ["2", "primary", "s1", "-", "gone,", "draining", "1", "8.0", "MiB"],
     ]
-    told = [(server["partitions"], server["value_bytes"], server["draining"]) for server in job_json(job)["servers"]]
+    told = [(server["partitions"], server["value_bytes"], server["draining"]) for server in job_json(job_of(job))["servers"]]
     assert told == [(12, 90 << 20, False), (1, 8 << 20, True)]
 
 
@@ -93,7 +96,7 @@ def test_the_run_and_how_the_last_ones_ended_are_shown() -> None:
     assert lines[0].startswith("job j, run 8  waiting")
     assert lines[-1] == "run 7 failed 0:01:00 ago, after 0:01:00: rank 1 on h1: ValueError"
     assert [line.split()[1] for line in lines if line.startswith("run ")] == ["3", "4", "5", "6", "7"]
-    told = job_json(job)
+    told = job_json(job_of(job))
     assert told["run"] == 8
     assert told["past_runs"][-1] == {
         "run": 7,
@@ -102,3 +105,51 @@ def test_the_run_and_how_the_last_ones_ended_are_shown() -> None:
         "ending": "failed",
         "reason": "rank 1 on h1: ValueError",
     }
+
+
+def test_where_there_is_no_room_the_least_important_columns_are_left_out_and_none_is_cut() -> None:
+    members = [member(rank, step=7, loss=0.5, samples_per_s=1000.0, step_time_s=0.02, busy_time_s=0.01) for rank in (0, 1)]
+    servers = [pb.ServerStatus(server_id="server-0", alive=True, role=pb.SERVER_ROLE_PRIMARY, address="10.0.0.1:50051")]
+    job = pb.GetJobResponse(spec=pb.JobSpec(job_id="j", max_workers=2), phase=pb.JOB_PHASE_RUNNING, members=members, servers=servers)
+    everything = ["rank", "phase", "host", "pid", "epoch", "step", "samples/s", "loss", "step", "time", "waiting"]
+    for width, without in ((73, ()), (72, ("pid",)), (67, ("pid", "host")), (61, ("pid", "host", "phase"))):
+        lines = shown(job, width=width).splitlines()
+        assert lines[1].split() == [name for name in everything if name not in without], width
+        assert lines[2].split()[-5:] == ["1,000", "0.5", "20.0", "ms", "50%"]
+    assert "10.0.0.1" not in shown(job, width=55)
+    assert "server-0" in shown(job, width=55)
+
+
+def test_a_loss_that_nobody_told_is_none() -> None:
+    silent, told = member(0, step=7, loss=math.nan), member(1, step=7, loss=0.0)
+    job = pb.GetJobResponse(spec=pb.JobSpec(job_id="j"), members=[silent, told, pb.MemberStatus(member_id="new")])
+    assert [each["loss"] for each in job_json(job_of(job))["members"]] == [None, 0.0, None]
+
+
+def test_what_a_newer_coordinator_says_is_unknown_and_no_error() -> None:
+    job = job_of(pb.GetJobResponse(spec=pb.JobSpec(job_id="j"), phase=99, ending=98, members=[pb.MemberStatus(phase=97, rank=-1)]))
+    assert (job.phase, job.ending, job.members[0].phase) == ("unknown", "unknown", "unknown")
+
+
+def test_an_event_is_one_line_with_what_there_is_to_say() -> None:
+    event = pb.Event(
+        kind="generation_formed",
+        generation=3,
+        member_id="0123456789",
+        attributes={"reason": "2 members are ready", "world_size": "2", "x": ""},
+    )
+    assert event_line(event_of(event)).plain.partition("  ")[2] == (
+        'generation_formed  generation 3  member 01234567  reason="2 members are ready" world_size=2'
+    )
+
+
+def test_a_list_of_jobs_says_how_those_ended_of_which_that_is_known() -> None:
+    def listed(job_id: str, status: int | None = None, *, known: bool = True) -> JobSummary:
+        result = Result(job_id=job_id, ok=status == 0, exit_status=status, summary="", ended=None) if known else None
+        return JobSummary(job_id=job_id, phase=JobPhase.FINISHED, generation=0, world_size=0, result=result)
+
+    jobs = [listed("a", 0), listed("b", 3), listed("c"), listed("d", known=False)]
+    written = io.StringIO()
+    Console(file=written, width=80).print(jobs_view(jobs))
+    assert [line.split()[4:] for line in written.getvalue().splitlines()[1:]] == [["well"], ["with", "status", "3"], ["killed"], ["-"]]
+    assert [each["result"] and each["result"]["exit_status"] for each in map(summary_json, jobs)] == [0, 3, None, None]

@@ -56,7 +56,16 @@ def test_names_and_version_are_listed() -> None:
     assert shoal.__version__.count(".") == 2
 
 
-@pytest.mark.parametrize("statement", ["import shoal", "import shoal.cli", "import shoal.launcher.agent, shoal.launcher.standalone"])
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import shoal",
+        "import shoal.cli",
+        "import shoal.cli.app",
+        "import shoal.client",
+        "import shoal.launcher.agent, shoal.launcher.standalone",
+    ],
+)
 def test_what_needs_no_torch_does_not_import_it(statement: str) -> None:
     code = f"{statement}; import sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
+import torch
+from shoal_common.errors import ConfigurationError
 from shoal_common.processes import children_cpu_s
 from shoal_worker.elastic.progress import ProcessorTime, ProgressMeter
 from shoal_worker.metrics import WorkerMetrics
@@ -89,3 +93,29 @@ def test_the_processor_time_of_children_counts_as_that_of_their_process() -> Non
     finally:
         spinning.kill()
         spinning.wait()
+
+
+@pytest.mark.parametrize(
+    "told", [0.25, torch.tensor(0.25), torch.tensor([0.25], dtype=torch.bfloat16), torch.tensor(0.25, requires_grad=True) * 1]
+)
+def test_a_loss_is_told_as_a_number_or_as_a_tensor_of_one(told: float | torch.Tensor) -> None:
+    metrics = WorkerMetrics()
+    meter = ProgressMeter(metrics)
+    assert math.isnan(meter.snapshot().loss)
+    meter.loss.tell(told)
+    assert meter.snapshot().loss == 0.25
+    assert metrics.registry.get_sample_value("shoal_worker_loss") == 0.25
+
+
+def test_a_told_loss_stays_what_it_was_when_the_loop_goes_on_with_its_tensor() -> None:
+    meter = ProgressMeter(WorkerMetrics())
+    running = torch.tensor(1.0)
+    meter.loss.tell(running)
+    running += 5
+    assert meter.snapshot().loss == 1.0
+
+
+@pytest.mark.parametrize("told", [torch.zeros(2), torch.zeros((), device="meta"), torch.zeros((), dtype=torch.complex64), "low", None])
+def test_what_is_not_one_number_is_no_loss(told: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"shoal\.report\(loss=\.\.\.\): found .*; expected one number"):
+        ProgressMeter(WorkerMetrics()).loss.tell(told)

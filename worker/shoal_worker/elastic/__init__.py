@@ -14,5 +14,5 @@ step, the same on all ranks that survive it.
 - Between steps: `operations` and `evaluation`.
 - Beside the model: `schedulers_and_scalers`, and `row_store` (rows of sparse tables, which servers hold).
 - Waiting: `waiting` (for what), `stall_watch` (whom this rank does not reach), `desync_detector` and `divergence` (ranks that have gone
-  different ways), `progress` (what heartbeats and metrics tell).
+  different ways), `progress` (what heartbeats and metrics tell), `told_loss` (the loss in it).
 """

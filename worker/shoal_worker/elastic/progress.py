@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from shoal_common.processes import children_cpu_s
 
 from shoal_worker.backends.base import Waits
+from shoal_worker.elastic.told_loss import ToldLoss
 from shoal_worker.metrics import WorkerMetrics
 
 _WINDOW_S = 1.0
@@ -73,7 +74,9 @@ class ProgressMeter:
         self._sequence = 0
         self._steps = 0
         self._samples = 0
-        self._loss = math.nan
+        self.loss = ToldLoss()
+        """What the loop, or `train_step`, told of its loss."""
+        metrics.loss.set_function(lambda: self.loss.value)
         self._staleness = 0.0
         self._recent: deque[tuple[float, int]] = deque()
         self._step_times: deque[float] = deque(maxlen=_MEDIAN_OF)
@@ -90,11 +93,6 @@ class ProgressMeter:
     def entered(self) -> None:
         """The training thread came to a border, a step or an operation: it is not stuck."""
         self._sequence += 1
-
-    def told_loss(self, loss: float) -> None:
-        """The loop told its loss."""
-        self._loss = loss
-        self._metrics.loss.set(loss)
 
     @property
     def staleness(self) -> float:
@@ -127,7 +125,7 @@ class ProgressMeter:
         self._metrics.steps_committed.inc()
         self._metrics.samples.inc(samples)
         if loss is not None:
-            self.told_loss(loss)
+            self.loss.tell(loss)
 
     def snapshot(self) -> Progress:
         """Returns how far this worker is now. While no step ends, the rate falls and the time of a step grows."""
@@ -149,7 +147,7 @@ class ProgressMeter:
                 epoch=self.epoch,
                 sequence=self._sequence,
                 samples_per_s=sum(samples[1:]) / span if span > 0 else 0.0,
-                loss=self._loss,
+                loss=self.loss.value,
                 step_time_s=step_s,
                 samples=self._samples,
                 staleness=self._staleness,

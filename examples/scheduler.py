@@ -1,0 +1,38 @@
+"""Runs jobs one after another, and one that fails again: `python scheduler.py --workers 2 "train.py" "gpt.py --steps 100"`.
+
+The jobs are in the background: if this program is ended they go on, and `shoal jobs`, `shoal logs` and `shoal top` show them.
+"""
+
+import argparse
+import shlex
+import sys
+from datetime import timedelta
+
+import shoal
+
+parser = argparse.ArgumentParser(description="Runs jobs one after another, and one that fails again.")
+parser.add_argument("jobs", nargs="+", help="each a script with its arguments, in quotes")
+parser.add_argument("--workers", type=int, default=1, help="of each job")
+parser.add_argument("--attempts", type=int, default=3, help="of each job at most")
+parser.add_argument("--hours", type=float, default=24.0, help="that one attempt may take")
+options = parser.parse_args()
+
+
+def run(client: shoal.Client, job: str) -> bool:
+    """Whether it came to its end, in one of its attempts."""
+    for attempt in range(1, options.attempts + 1):
+        job_id = client.submit(*shlex.split(job), workers=options.workers)
+        print(f"{job}: attempt {attempt} is job {job_id}", flush=True)
+        try:
+            result = client.wait(job_id, timeout=timedelta(hours=options.hours))
+        except shoal.DeadlineError:
+            client.kill(job_id)
+            result = client.result(job_id)
+        print(f"{job}: {'finished' if result.ok else f'failed with status {result.exit_status}: {result.summary.strip()}'}", flush=True)
+        if result.ok:
+            return True
+    return False
+
+
+with shoal.Client() as client:
+    sys.exit(0 if all(run(client, job) for job in options.jobs) else 1)

@@ -1,0 +1,33 @@
+"""`shoal jobs`: which jobs there are."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from shoal.cli.options import Coordinator
+
+
+def jobs(
+    coordinator: Coordinator = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+) -> None:
+    """List jobs.
+
+    By default those of this machine: of clusters that run, and of `shoal submit`, also when they have ended.
+    """
+    from rich.console import Console
+
+    from shoal.cli.view import jobs_view, summary_json
+    from shoal.client import Client
+
+    with Client(coordinator) as client:
+        found = client.jobs()
+    if as_json:
+        typer.echo(json.dumps([summary_json(job) for job in found], indent=2))
+    elif found:
+        Console().print(jobs_view(found))
+    else:
+        typer.echo("no jobs" if coordinator else "no jobs of yours on this machine; start one with `shoal run` or `shoal submit`")

@@ -1,0 +1,74 @@
+"""The process of a run in the background: `python -m shoal.cli.submitted DIRECTORY RECORD ARGUMENTS`.
+
+It forks, before anything heavy is imported: the parent writes the submission's record and ends, so that who submitted knows that the
+launcher is there; the child leads a session of its own, runs `shoal run ARGUMENTS`, and writes at the end how that ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from shoal_common.exit_status import PREEMPTED
+
+from shoal.launcher.submissions import Outcome, log_of, write_outcome, write_record
+
+
+def main() -> None:
+    """See the module."""
+    directory, known, arguments = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:]
+    written, writing = os.pipe()
+    child = os.fork()
+    if child:
+        write_record(directory, pid=child, started_unix_s=time.time(), arguments=arguments, **known)
+        os.write(writing, b"+")
+        return
+    os.setsid()
+    os.close(writing)
+    if not os.read(written, 1):
+        os._exit(1)  # nobody could know of this run
+    os.close(written)
+    _run(directory, arguments)
+
+
+def _run(directory: Path, arguments: list[str]) -> None:
+    signal.signal(signal.SIGTERM, _end_early)
+    from shoal.cli.entry import main as shoal
+
+    sys.argv = ["shoal", "run", *arguments]
+    status, summary = 1, ""
+    try:
+        shoal()
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        summary = getattr(end, "summary", "") or (_last_words(directory) if status else "")
+    except BaseException as error:
+        traceback.print_exc()
+        summary = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        write_outcome(directory, Outcome(exit_status=status, summary=summary, ended_unix_s=time.time()))
+    sys.exit(status)
+
+
+def _end_early(*_: object) -> None:
+    """Before the launcher has a say about signals."""
+    sys.exit(PREEMPTED)
+
+
+def _last_words(directory: Path) -> str:
+    """What the command said last of its own."""
+    lines = log_of(directory).read_text(errors="replace").splitlines()
+    return next((line.removeprefix("shoal: ") for line in reversed(lines) if line.startswith("shoal: ")), "")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""A table that fits: where the terminal is too narrow for all columns, the least important ones are left out, and no name is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+_GAP: Final = 2
+
+
+@dataclass(frozen=True)
+class Column:
+    """A name, and a cell in each row."""
+
+    name: str
+    cells: Sequence[str | Text]
+    dispensable: int = 0
+    """0: always shown. Else the one with the largest number goes first."""
+    right: bool = True
+    """Numbers stand at the right."""
+
+    @property
+    def width(self) -> int:
+        return max(cell_len(each if isinstance(each, str) else each.plain) for each in (self.name, *self.cells))
+
+
+class FittingTable:
+    """A renderable of rich's."""
+
+    def __init__(self, *columns: Column) -> None:
+        """Each column has as many cells."""
+        self._columns = columns
+
+    def shown(self, width: int) -> list[Column]:
+        """The columns for a terminal of `width`, in order."""
+        chosen = list(self._columns)
+        while sum(column.width for column in chosen) + _GAP * (len(chosen) - 1) > width:
+            least = max(chosen, key=lambda column: column.dispensable)
+            if not least.dispensable:
+                break  # rich cuts what is left
+            chosen.remove(least)
+        return chosen
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        columns = self.shown(options.max_width)
+        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, _GAP, 0, 0))
+        for column in columns:
+            table.add_column(column.name, justify="right" if column.right else "left", no_wrap=True)
+        for row in zip(*(column.cells for column in columns), strict=True):
+            table.add_row(*row)
+        yield table
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(1, options.max_width)

@@ -1,0 +1,44 @@
+"""`shoal top`: a job as it goes on, on the whole terminal; or one plain frame."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shoal.cli.options import Coordinator, Job
+
+if TYPE_CHECKING:
+    from shoal.cli.target import Target
+
+
+def top(
+    coordinator: Coordinator = None,
+    job: Job = None,
+    interval: Annotated[float, typer.Option(help="Seconds between two frames.", min=0.1, max=3600)] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and end; so it is without a terminal.")] = False,
+) -> None:
+    """Watch a job: its ranks, its parameter servers, what has happened last, and what other jobs there are. `q` ends it."""
+    from rich.console import Console
+
+    from shoal.cli.frame import Frames
+    from shoal.cli.target import target
+
+    with target(coordinator, job) as found:
+        if once or not (sys.stdin.isatty() and sys.stdout.isatty()):
+            Console().print(Frames(found.client, found.job_id, full_screen=False).take())
+        else:
+            _watch(found, interval)
+
+
+def _watch(found: Target, interval_s: float) -> None:
+    from rich.live import Live
+
+    from shoal.cli.frame import Frames
+    from shoal.cli.keys import Keys
+
+    frames = Frames(found.client, found.job_id, full_screen=True)
+    with Keys() as keys, Live(frames.take(), screen=True, auto_refresh=False) as live:
+        while keys.wait(interval_s) not in ("q", "Q", "\x03", "\x04"):
+            live.update(frames.take(), refresh=True)

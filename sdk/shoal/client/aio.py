@@ -1,0 +1,173 @@
+"""`shoal.AsyncClient`: the calls of `shoal.Client` for asyncio. Each runs on a thread of this client's, so that none blocks the loop;
+`wait` sleeps on the loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Protocol, Self, TypeVar
+
+from shoal_common.rpc.channel import ChannelSettings
+
+from shoal.client.event import Event
+from shoal.client.job import Job, JobSummary, Member, Server
+from shoal.client.result import Result
+from shoal.client.streams import Deadline
+from shoal.client.sync import CALL_TIMEOUT, LOOK_INTERVAL, PATIENCE, Client
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+ItemT_co = TypeVar("ItemT_co", covariant=True)
+_MOST_THREADS: Final = 64
+"""Each stream that is waited for holds one."""
+
+
+class _Stream(Protocol[ItemT_co]):
+    def __iter__(self) -> Iterator[ItemT_co]: ...
+    def close(self) -> None: ...
+
+
+class AsyncClient:
+    """`shoal.Client` for asyncio; that one's calls say more. An asynchronous context manager; belongs to one event loop. A call that is
+    cancelled is over for its caller at once; what was asked of a coordinator by then may be done."""
+
+    def __init__(self, coordinator: str | ChannelSettings | None = None, *, timeout: timedelta = CALL_TIMEOUT) -> None:
+        """See `Client`."""
+        self._client = Client(coordinator, timeout=timeout)
+        self._threads = ThreadPoolExecutor(max_workers=_MOST_THREADS, thread_name_prefix="shoal-client")
+
+    # ----------------------------------------------------------------------------------------------------------- submitting
+
+    async def submit(
+        self,
+        script: str | Path,
+        *arguments: str,
+        workers: int = 1,
+        servers: int = 0,
+        job_id: str | None = None,
+        flags: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        directory: str | Path | None = None,
+    ) -> str:
+        """See `Client.submit`."""
+        return await self._call(
+            lambda: self._client.submit(
+                script,
+                *arguments,
+                workers=workers,
+                servers=servers,
+                job_id=job_id,
+                flags=flags,
+                environment=environment,
+                directory=directory,
+            )
+        )
+
+    async def wait(self, job_id: str, *, timeout: timedelta | None) -> Result:
+        """See `Client.wait`."""
+        deadline = Deadline(timeout)
+        while (result := await self._call(lambda: self._client.outcome(job_id))) is None:
+            deadline.check(f"the end of job {job_id!r}")
+            await asyncio.sleep(LOOK_INTERVAL.total_seconds())
+        return result
+
+    async def result(self, job_id: str) -> Result:
+        """See `Client.result`."""
+        return await self._call(lambda: self._client.result(job_id))
+
+    async def outcome(self, job_id: str) -> Result | None:
+        """See `Client.outcome`."""
+        return await self._call(lambda: self._client.outcome(job_id))
+
+    # -------------------------------------------------------------------------------------------------------------- looking
+
+    async def jobs(self) -> tuple[JobSummary, ...]:
+        """See `Client.jobs`."""
+        return await self._call(self._client.jobs)
+
+    async def job(self, job_id: str) -> Job:
+        """See `Client.job`."""
+        return await self._call(lambda: self._client.job(job_id))
+
+    async def members(self, job_id: str) -> tuple[Member, ...]:
+        """See `Client.members`."""
+        return await self._call(lambda: self._client.members(job_id))
+
+    async def servers(self, job_id: str) -> tuple[Server, ...]:
+        """See `Client.servers`."""
+        return await self._call(lambda: self._client.servers(job_id))
+
+    async def events(
+        self,
+        job_id: str,
+        *,
+        after: str = "",
+        follow: bool = False,
+        timeout: timedelta | None = None,
+    ) -> AsyncIterator[Event]:
+        """See `Client.events`; an asynchronous generator."""
+        stream = await self._call(lambda: self._client.events(job_id, after=after, follow=follow, timeout=timeout))
+        async for event in self._each(stream):
+            yield event
+
+    async def logs(
+        self,
+        job_id: str,
+        *,
+        rank: int | None = None,
+        follow: bool = False,
+        timeout: timedelta | None = None,
+    ) -> AsyncIterator[str]:
+        """See `Client.logs`; an asynchronous generator."""
+        stream = await self._call(lambda: self._client.logs(job_id, rank=rank, follow=follow, timeout=timeout))
+        async for line in self._each(stream):
+            yield line
+
+    async def state_dict(self, job_id: str, *, timeout: timedelta = PATIENCE) -> dict[str, torch.Tensor]:
+        """See `Client.state_dict`."""
+        return await self._call(lambda: self._client.state_dict(job_id, timeout=timeout))
+
+    # --------------------------------------------------------------------------------------------------------------- ending
+
+    async def stop(self, job_id: str, *, reason: str = "") -> None:
+        """See `Client.stop`."""
+        await self._call(lambda: self._client.stop(job_id, reason=reason))
+
+    async def drain(self, job_id: str, *, rank: int | None = None, server: str | None = None, reason: str = "") -> str:
+        """See `Client.drain`."""
+        return await self._call(lambda: self._client.drain(job_id, rank=rank, server=server, reason=reason))
+
+    async def kill(self, job_id: str, *, rank: int | None = None) -> Member | None:
+        """See `Client.kill`."""
+        return await self._call(lambda: self._client.kill(job_id, rank=rank))
+
+    # -------------------------------------------------------------------------------------------------------------- closing
+
+    async def close(self) -> None:
+        """See `Client.close`."""
+        self._client.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        await self.close()
+
+    async def _call(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    async def _each(self, stream: _Stream[T]) -> AsyncIterator[T]:
+        """One item after another, each taken on a thread; closed with the generator, which frees that thread."""
+        try:
+            while items := await self._call(lambda: list(islice(stream, 1))):
+                yield items[0]
+        finally:
+            stream.close()

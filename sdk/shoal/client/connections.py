@@ -1,0 +1,69 @@
+"""Which coordinator has a job, and one connection to each that was asked for."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from datetime import timedelta
+
+from shoal_common.clients.coordinator import CoordinatorClient
+from shoal_common.errors import UnavailableError
+from shoal_common.rpc.channel import ChannelSettings
+
+from shoal.launcher.credentials import channel_settings
+from shoal.launcher.registry import newest_cluster, running_clusters
+
+
+class Connections:
+    """To one coordinator, or to those of the clusters that run on this machine. Any thread may call."""
+
+    def __init__(self, coordinator: str | ChannelSettings | None, *, timeout: timedelta) -> None:
+        """`timeout`: of each call."""
+        if isinstance(coordinator, str):
+            coordinator = channel_settings(coordinator)
+        self.shared = coordinator and replace(coordinator, deadline=timeout)
+        """None: the clusters of this machine."""
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._clients: dict[str, CoordinatorClient] = {}
+        """By address."""
+        self._closed = False
+
+    def settings(self, job_id: str) -> ChannelSettings:
+        """How to speak to the coordinator of a job. Raises UnknownResourceError: no cluster of this machine runs it."""
+        return self.shared or ChannelSettings(address=newest_cluster(job=job_id).coordinator, deadline=self._timeout)
+
+    def of(self, job_id: str) -> CoordinatorClient:
+        """A client of the coordinator of a job. Raises likewise."""
+        return self._client(self.settings(job_id))
+
+    def all(self) -> list[CoordinatorClient]:
+        """One for each coordinator."""
+        if self.shared is not None:
+            return [self._client(self.shared)]
+        addresses = dict.fromkeys(record.coordinator for record in running_clusters())
+        self._forget_others(set(addresses))
+        return [self._client(ChannelSettings(address=address, deadline=self._timeout)) for address in addresses]
+
+    def close(self) -> None:
+        """Calls in progress end with UnavailableError. Idempotent."""
+        with self._lock:
+            self._closed = True
+            clients, self._clients = self._clients, {}
+        for client in clients.values():
+            client.close()
+
+    def _client(self, settings: ChannelSettings) -> CoordinatorClient:
+        with self._lock:
+            if self._closed:
+                raise UnavailableError("this client is closed; make a new one", reason="CLIENT_CLOSED")
+            if settings.address not in self._clients:
+                self._clients[settings.address] = CoordinatorClient(settings)
+            return self._clients[settings.address]
+
+    def _forget_others(self, addresses: set[str]) -> None:
+        """Clusters that have ended are not asked again."""
+        with self._lock:
+            gone = [self._clients.pop(address) for address in self._clients.keys() - addresses]
+        for client in gone:
+            client.close()

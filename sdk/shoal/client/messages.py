@@ -1,0 +1,122 @@
+"""From the coordinator's messages to plain values."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from shoal_protos.v1 import coordinator_pb2 as pb
+
+from shoal.client.event import Event
+from shoal.client.job import Job, JobEnding, JobPhase, JobSummary, Member, MemberPhase, PastRun, Server, ServerRole
+
+_EnumT = TypeVar("_EnumT", bound=StrEnum)
+
+
+def job_of(message: pb.GetJobResponse) -> Job:
+    """A job with its members and servers."""
+    return Job(
+        job_id=message.spec.job_id,
+        run=message.run.number or 1,  # an older coordinator has one
+        phase=_named(pb.JobPhase, message.phase, JobPhase),
+        ending=_named(pb.JobEnding, message.ending, JobEnding) if message.ending else None,
+        ending_reason=message.ending_reason or None,
+        generation=message.generation.number,
+        world_size=len(message.generation.ranks),
+        min_workers=message.spec.min_workers,
+        max_workers=message.spec.max_workers,
+        members=tuple(map(member_of, message.members)),
+        servers=tuple(map(server_of, message.servers)),
+        waits_for=message.waits_for or None,
+        past_runs=tuple(map(past_run_of, message.past_runs)),
+        now=_moment(message.now_unix_ms),
+    )
+
+
+def past_run_of(message: pb.RunStatus) -> PastRun:
+    """A run that is over."""
+    return PastRun(
+        number=message.run.number,
+        began=_moment(message.run.began_unix_ms),
+        ended=_moment(message.ended_unix_ms),
+        ending=_named(pb.JobEnding, message.ending, JobEnding),
+        reason=message.ending_reason or None,
+    )
+
+
+def summary_of(message: pb.JobSummary) -> JobSummary:
+    """A job in a list."""
+    return JobSummary(
+        job_id=message.job_id,
+        phase=_named(pb.JobPhase, message.phase, JobPhase),
+        generation=message.generation,
+        world_size=message.world_size,
+    )
+
+
+def member_of(message: pb.MemberStatus) -> Member:
+    """A member and its progress."""
+    progress = message.progress
+    return Member(
+        member_id=message.member_id,
+        phase=_named(pb.MemberPhase, message.phase, MemberPhase),
+        rank=message.rank if message.rank >= 0 else None,
+        host=message.host,
+        pid=message.pid,
+        metrics_address=message.metrics_address or None,
+        joined=_moment(message.joined_unix_ms),
+        step=progress.step,
+        epoch=progress.epoch,
+        samples=progress.samples,
+        samples_per_s=progress.samples_per_s,
+        # A member that has not told any progress yet has no loss, either.
+        loss=None if math.isnan(progress.loss) or not message.HasField("progress") else progress.loss,
+        step_time=timedelta(seconds=progress.step_time_s),
+        busy_time=timedelta(seconds=progress.busy_time_s),
+        waiting=timedelta(seconds=progress.waiting_s),
+        waiting_in=progress.waiting_in or None,
+        staleness=progress.staleness,
+        note=message.note or None,
+    )
+
+
+def server_of(message: pb.ServerStatus) -> Server:
+    """A parameter server."""
+    return Server(
+        server_id=message.server_id,
+        place=message.server_index,
+        role=_named(pb.ServerRole, message.role, ServerRole),
+        address=message.address or None,
+        metrics_address=message.metrics_address or None,
+        alive=message.alive,
+        in_sync=message.in_sync,
+        draining=message.draining,
+        partitions=message.partitions,
+        value_bytes=message.value_bytes,
+    )
+
+
+def event_of(message: pb.Event) -> Event:
+    """An event."""
+    return Event(
+        event_id=message.event_id,
+        at=_moment(message.unix_ms),
+        kind=message.kind,
+        generation=message.generation,
+        member_id=message.member_id or None,
+        attributes=dict(sorted(message.attributes.items())),
+    )
+
+
+def _moment(unix_ms: int) -> datetime:
+    return datetime.fromtimestamp(unix_ms / 1000, UTC)
+
+
+def _named(enum: Any, number: int, kind: type[_EnumT]) -> _EnumT:
+    """A number of the enum that a newer coordinator may have made is `unknown`."""
+    if number not in enum.values():
+        return kind("unknown")
+    value = enum.Name(number)
+    return next((each for each in kind if value.endswith(f"_{each.name}")), kind("unknown"))

@@ -1,0 +1,285 @@
+"""Runs in the background: launchers that nobody waits for, with their output and their result in files, so that any process of this user on
+this host can follow them (docs/decisions/0207).
+
+One directory a run, below one a job: `submission.json` says what was started and as which process, `output.log` has all that it printed,
+`result.json` says how it ended. The launcher's process writes the last one itself (`shoal.cli.submitted`); one that was killed leaves none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+from shoal_common.errors import ConfigurationError, DeadlineError, PreconditionError, UnavailableError, UnknownResourceError
+
+from shoal.launcher.jobs import check_job_id
+from shoal.launcher.members import kill_workers
+from shoal.launcher.process import Handle, start_ticks
+
+_FORMAT: Final = 1
+_RECORD: Final = "submission.json"
+_RESULT: Final = "result.json"
+_LOG: Final = "output.log"
+_KEPT: Final = 100
+"""Ended runs, with their logs; older ones are removed when another is submitted."""
+_KILL_TIMEOUT: Final = timedelta(seconds=30)
+_KILL_INTERVAL: Final = timedelta(seconds=0.25)
+_START_TIMEOUT: Final = timedelta(seconds=30)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submission:
+    """One run that was started in the background."""
+
+    job_id: str
+    run: int
+    """1, 2, ... for each submission of this job id on this host."""
+    arguments: tuple[str, ...]
+    """What follows `shoal run`."""
+    coordinator: str | None
+    """host:port of a shared one; None: the run has its own."""
+    host: str
+    pid: int
+    """The launcher's."""
+    pid_start_ticks: int
+    """With the pid, names that process for good."""
+    started_unix_s: float
+    directory: Path
+
+    @property
+    def log(self) -> Path:
+        """What launcher and workers have printed."""
+        return self.directory / _LOG
+
+    @property
+    def is_running(self) -> bool:
+        """Its process is there. It may have said already how it ended."""
+        return start_ticks(self.pid) == self.pid_start_ticks
+
+    @property
+    def has_ended(self) -> bool:
+        """It has left nothing running, and nothing more comes into its log."""
+        return self.outcome() is not None
+
+    def outcome(self) -> Outcome | None:
+        """How it ended; None while it runs. One that was killed has no exit status."""
+        running = self.is_running  # looked at first: it writes its result, and then it ends
+        content = _read(self.directory / _RESULT)
+        if content is not None:
+            return Outcome(exit_status=int(content["exit_status"]), summary=content["summary"], ended_unix_s=content["ended_unix_s"])
+        if running:
+            return None
+        return Outcome(
+            exit_status=None,
+            summary=f"the launcher of job {self.job_id} (pid {self.pid}) is gone and left no result: it was killed, or the machine was "
+            f"restarted; its output is in {self.log}",
+            ended_unix_s=None,
+        )
+
+    def kill(self) -> None:
+        """Ends launcher and workers at once, and returns when the launcher has ended; nothing if it has already.
+
+        Raises:
+            PreconditionError: PROCESS_NOT_OURS: it belongs to another user.
+            DeadlineError: the kernel does not let it go.
+        """
+        try:
+            process = Handle(self.pid)
+        except ProcessLookupError:
+            return
+        try:
+            if not self.is_running:
+                return  # the number is another's by now
+            process.send(signal.SIGTERM)  # from then on it starts no worker in the place of one that ends
+            for _ in range(round(_KILL_TIMEOUT / _KILL_INTERVAL)):
+                if process.wait(_KILL_INTERVAL):
+                    return
+                kill_workers(self.pid)
+            process.kill()  # the kernel kills all that it has started
+            if not process.wait(_KILL_TIMEOUT):
+                raise DeadlineError(f"the launcher of job {self.job_id} (pid {self.pid}) is still there after SIGKILL")
+        except PermissionError as error:
+            raise PreconditionError(f"the launcher of job {self.job_id} (pid {self.pid}): {error}", reason="PROCESS_NOT_OURS") from error
+        finally:
+            process.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a submission ended."""
+
+    exit_status: int | None
+    """None: nobody knows."""
+    summary: str
+    ended_unix_s: float | None
+
+
+def submissions_directory(environment: Mapping[str, str] | None = None) -> Path:
+    """$XDG_STATE_HOME/shoal/jobs, else ~/.local/state/shoal/jobs: results outlive the session of the user who submitted."""
+    environment = os.environ if environment is None else environment
+    return Path(environment.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "shoal" / "jobs"
+
+
+class Submissions:
+    """Those of this user on this host. Keeps nothing in memory: any process sees the same."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._directory = directory or submissions_directory()
+
+    def submit(
+        self,
+        job_id: str,
+        arguments: Sequence[str],
+        *,
+        coordinator: str | None,
+        environment: Mapping[str, str],
+        directory: Path | None = None,
+    ) -> Submission:
+        """Starts `shoal run ARGUMENTS`, which must name `job_id`, in a session of its own, and returns when its process is there.
+
+        Args:
+            directory: where it runs; None: here.
+
+        Raises:
+            ConfigurationError: no job can have this id.
+            PreconditionError: JOB_RUNNING: the job's last submission still runs.
+            UnavailableError: SUBMIT_FAILED: the process could not be started.
+        """
+        check_job_id(job_id)
+        folder = self._directory / job_id
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with _locked(folder):
+            last = self._newest(folder)
+            if last is not None and not last.has_ended:
+                raise PreconditionError(
+                    f"job {job_id!r} runs already on this machine (its launcher is pid {last.pid}): wait for it, stop it, or take another "
+                    "id",
+                    reason="JOB_RUNNING",
+                )
+            run = 1 + max((int(path.name) for path in folder.iterdir() if path.name.isdecimal()), default=0)
+            own = folder / str(run)
+            own.mkdir(mode=0o700)
+            _start(own, arguments, environment, directory, {"job_id": job_id, "run": run, "coordinator": coordinator})
+            started = self._newest(folder)
+        self._forget_oldest()
+        if started is None or started.run != run:
+            raise UnavailableError(f"job {job_id!r} was started, but {own / _RECORD} is not there", reason="SUBMIT_FAILED")
+        return started
+
+    def newest(self, job_id: str) -> Submission:
+        """The last run of the job. Raises UnknownResourceError (SUBMISSION_UNKNOWN)."""
+        found = self._newest(self._directory / job_id) if _is_name(job_id) else None
+        if found is None:
+            raise UnknownResourceError(
+                f"job {job_id!r} was not submitted on this machine by this user: shoal.Client().submit(...) and `shoal submit` submit one",
+                reason="SUBMISSION_UNKNOWN",
+            )
+        return found
+
+    def all(self) -> list[Submission]:
+        """Each job's last run, the newest first."""
+        folders = self._directory.iterdir() if self._directory.is_dir() else ()
+        found = [each for folder in folders if folder.is_dir() and (each := self._newest(folder)) is not None]
+        return sorted(found, key=lambda each: each.started_unix_s, reverse=True)
+
+    def _newest(self, folder: Path) -> Submission | None:
+        return max(self._runs(folder), key=lambda each: each.run, default=None)
+
+    def _runs(self, folder: Path) -> Iterator[Submission]:
+        if not folder.is_dir():
+            return
+        for path in folder.iterdir():
+            content = _read(path / _RECORD)
+            if content is not None and content.get("host") == socket.gethostname():
+                yield Submission(**{**content, "arguments": tuple(content["arguments"])}, directory=path)
+
+    def _forget_oldest(self) -> None:
+        folders = [folder for folder in self._directory.iterdir() if folder.is_dir()]
+        ended = [each for folder in folders for each in self._runs(folder) if each.has_ended]
+        for each in sorted(ended, key=lambda each: each.started_unix_s, reverse=True)[_KEPT:]:
+            shutil.rmtree(each.directory, ignore_errors=True)
+            with contextlib.suppress(OSError):  # a job that has other runs keeps its folder
+                (each.directory.parent / ".lock").unlink(missing_ok=True)
+                each.directory.parent.rmdir()
+
+
+def write_record(directory: Path, *, pid: int, started_unix_s: float, **known: Any) -> None:
+    """Written by the process that starts the launcher, once it is there."""
+    record = {**known, "host": socket.gethostname(), "pid": pid, "pid_start_ticks": start_ticks(pid) or 0, "started_unix_s": started_unix_s}
+    _write(directory / _RECORD, record)
+
+
+def write_outcome(directory: Path, outcome: Outcome) -> None:
+    """Written by the launcher's process at its end."""
+    _write(directory / _RESULT, asdict(outcome))
+
+
+def log_of(directory: Path) -> Path:
+    """Where a submission's output goes."""
+    return directory / _LOG
+
+
+def _start(own: Path, arguments: Sequence[str], environment: Mapping[str, str], directory: Path | None, known: Mapping[str, Any]) -> None:
+    """Blocks until the launcher's process is there: it leaves the one started here, which ends at once."""
+    command = [sys.executable, "-m", "shoal.cli.submitted", str(own.absolute()), json.dumps(known), *arguments]
+    if directory is not None and not directory.is_dir():
+        raise ConfigurationError(f"directory={str(directory)!r}: there is no such directory")
+    try:
+        with log_of(own).open("ab") as log:
+            subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=dict(environment),
+                cwd=directory,
+                timeout=_START_TIMEOUT.total_seconds(),
+                check=True,
+            )
+    except (subprocess.SubprocessError, OSError) as error:
+        said = log_of(own).read_text(errors="replace").strip()[-500:]
+        raise UnavailableError(f"{' '.join(command[:4])} could not be started: {error}; it said: {said}", reason="SUBMIT_FAILED") from error
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One submission of a job at a time, whoever submits."""
+    with (folder / ".lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _is_name(job_id: str) -> bool:
+    try:
+        check_job_id(job_id)
+    except ConfigurationError:
+        return False
+    return True
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    """At once, as a whole."""
+    temporary = path.with_suffix(".new")
+    temporary.write_text(json.dumps({"format": _FORMAT, **content}))
+    temporary.rename(path)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """None: not there, or of another release."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError, AttributeError):
+        content: dict[str, Any] = json.loads(path.read_text())
+        if content.pop("format", None) == _FORMAT:
+            return content
+    return None

@@ -1,0 +1,79 @@
+"""Records of runs in the background: what is kept, what counts as ended, and what is forgotten."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from shoal.launcher import submissions
+from shoal.launcher.submissions import Outcome, Submissions, submissions_directory, write_outcome, write_record
+from shoal_common.errors import ConfigurationError, UnknownResourceError
+
+_GONE = 2**22 + 1
+"""Above any process's number."""
+
+
+def record(directory: Path, job_id: str, run: int, *, pid: int = _GONE) -> Path:
+    own = directory / job_id / str(run)
+    own.mkdir(parents=True)
+    write_record(own, pid=pid, started_unix_s=1000.0 + run, job_id=job_id, run=run, coordinator=None, arguments=["train.py"])
+    return own
+
+
+def test_the_newest_run_of_a_job_counts(tmp_path: Path) -> None:
+    found = Submissions(tmp_path)
+    for run in (9, 10, 2):
+        record(tmp_path, "a", run)
+    record(tmp_path, "b", 1, pid=os.getpid())
+    assert found.newest("a").run == 10
+    assert [(each.job_id, each.run) for each in found.all()] == [("a", 10), ("b", 1)]
+
+
+def test_a_run_has_ended_when_it_says_so_or_its_process_is_gone(tmp_path: Path) -> None:
+    own = record(tmp_path, "a", 1, pid=os.getpid())
+    running = Submissions(tmp_path).newest("a")
+    assert (running.is_running, running.outcome(), running.has_ended) == (True, None, False)
+    write_outcome(own, Outcome(exit_status=3, summary="why", ended_unix_s=5.0))
+    assert running.outcome() == Outcome(exit_status=3, summary="why", ended_unix_s=5.0)
+    record(tmp_path, "b", 1)
+    outcome = Submissions(tmp_path).newest("b").outcome()
+    assert outcome is not None
+    assert outcome.exit_status is None
+    assert "is gone and left no result" in outcome.summary
+
+
+@pytest.mark.parametrize("job_id", ["", "../a", "a/b", "never"])
+def test_what_was_not_submitted_is_unknown(tmp_path: Path, job_id: str) -> None:
+    with pytest.raises(UnknownResourceError, match="was not submitted on this machine by this user"):
+        Submissions(tmp_path).newest(job_id)
+
+
+def test_ids_that_no_job_can_have_are_refused_before_anything_is_made(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"job id '\.\./a': expected 1 to 64 characters"):
+        Submissions(tmp_path / "jobs").submit("../a", [], coordinator=None, environment={})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_records_of_other_releases_and_half_made_ones_are_passed_over(tmp_path: Path) -> None:
+    record(tmp_path, "a", 1)
+    (tmp_path / "a" / "2").mkdir()
+    (tmp_path / "a" / "3").mkdir()
+    (tmp_path / "a" / "3" / "submission.json").write_text('{"format": 99}')
+    assert Submissions(tmp_path).newest("a").run == 1
+
+
+def test_the_oldest_runs_that_have_ended_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submissions, "_KEPT", 2)
+    for run in range(1, 5):
+        record(tmp_path, "a", run)
+    record(tmp_path, "old", 0)
+    record(tmp_path, "runs", 0, pid=os.getpid())
+    Submissions(tmp_path)._forget_oldest()
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*")) == ["a/3", "a/4", "runs/0"]
+    assert not (tmp_path / "old").exists()
+
+
+def test_results_are_kept_where_they_outlive_the_session() -> None:
+    assert submissions_directory({"XDG_STATE_HOME": "/s"}) == Path("/s/shoal/jobs")
+    assert submissions_directory({}) == Path.home() / ".local" / "state" / "shoal" / "jobs"

@@ -14,6 +14,7 @@ import typer
 from shoal_common.errors import ConfigurationError, ShoalError
 
 from shoal.cli.control import drain, kill
+from shoal.cli.coordinate import coordinate
 from shoal.cli.demo import demo
 from shoal.cli.run import run
 from shoal.cli.status import status
@@ -29,6 +30,7 @@ app = typer.Typer(
 # What follows the script is the script's own, flags too.
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command(context_settings={"allow_interspersed_args": False})(up)
+app.command(context_settings={"allow_interspersed_args": False})(coordinate)
 app.command()(status)
 app.command()(kill)
 app.command()(drain)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 PAGE = Path(__file__).parents[3] / "docs/clusters/slurm.md"
 SCRIPT, SCRIPT_WITH_SERVERS = re.findall(r"^```bash\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
 NODES = ("n1", "n2", "n3")
-STEPS = 48
+STEPS = 240
 TRAINING = """
     import json, os, pathlib, shoal, socket, time, torch
     from torch import nn
@@ -28,7 +28,7 @@ TRAINING = """
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     model, optimizer = shoal.as_distributed(net, torch.optim.AdamW(net.parameters(), 0.01), strategy="zero2")
-    rows = torch.randn(96, 4, generator=torch.Generator().manual_seed(1))
+    rows = torch.randn(480, 4, generator=torch.Generator().manual_seed(1))
     loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(rows), global_batch_size=6)
     shoal.resume("checkpoints")
     began_at = None
@@ -38,7 +38,7 @@ TRAINING = """
             model(batch).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            shoal.save_checkpoint("checkpoints", every_steps=16)
+            shoal.save_checkpoint("checkpoints", every_steps=60)
             pathlib.Path(f"trains-{socket.gethostname()}-{shoal.world_size()}").touch()
             if loader.global_step >= 3 and not pathlib.Path("go").exists():
                 time.sleep(0.2)  # a slow step: what happens is to happen while steps go on

@@ -29,8 +29,8 @@ def coordinator(command: Command) -> psutil.Process:
 
 
 def test_launchers_find_the_coordinator_and_the_status_is_the_commands(shell: Shell) -> None:
-    script = shell.script("import os, sys\nprint(os.environ['WORLD_SIZE'], flush=True)\nsys.exit(7)\n")
-    both = shell.script('"$@" & first=$!\n"$@" & second=$!\nwait $first; wait $second\n', "both.sh")
+    script = shell.script("import os\nprint(os.environ['WORLD_SIZE'], flush=True)\n")
+    both = shell.script('"$@" & first=$!\n"$@" & second=$!\nwait $first && wait $second && exit 7\n', "both.sh")
     status, out, err = shell.run(*HERE, "sh", both, *RUN, "--nnodes", "2", script)
     assert status == 7, err
     assert sorted(out.splitlines()) == ["[0]: 2", "[1]: 2"]

@@ -81,7 +81,10 @@ def test_with_a_host_it_listens_there_too_and_asks_for_a_password_that_a_restart
             assert listening == {"127.0.0.1", "127.0.0.2"}
             assert client.ping()
             for address in listening:
-                with redis.Redis(host=address, port=server.port) as stranger, pytest.raises(redis.exceptions.AuthenticationError):
+                with (
+                    redis.Redis(host=address, port=server.port, retry=None) as stranger,
+                    pytest.raises(redis.exceptions.AuthenticationError),
+                ):
                     stranger.ping()
             urls.append(urlsplit(server.url))
             assert urls[-1].password not in " ".join(psutil.Process(server.pid).cmdline())

@@ -31,7 +31,7 @@ test: .venv/installed ## Run the tests (about 10 minutes on 2 cores); PYTEST_ARG
 	$(BIN)/python -m pytest $(IN_TWO) --dist=loadfile $(PYTEST_ARGS)
 
 .PHONY: test-slow
-test-slow: .venv/installed ## Run the tests that take long beside what they add to make test (about 6 minutes)
+test-slow: .venv/installed ## Run the tests that take long beside what they add to make test (about 8 minutes, 2 of them where SLURM is installed)
 	$(BIN)/python -m pytest $(IN_TWO) --dist=worksteal -m slow $(PYTEST_ARGS)
 
 .PHONY: parity

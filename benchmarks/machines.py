@@ -83,6 +83,10 @@ class Machines:
         """The command line that runs `command` there. It is one process throughout."""
         return ["ip", "netns", "exec", self._namespace(machine), *_NAMED, machine, *command]
 
+    def namespace(self, machine: str) -> Path:
+        """The file that stands for its network, for programs other than `ip`."""
+        return Path("/run/netns") / self._namespace(machine)
+
     def pids(self, machine: str) -> list[int]:
         """What runs there."""
         return [int(pid) for pid in _ip("netns", "pids", self._namespace(machine)).split()]

@@ -17,8 +17,9 @@ from contextlib import contextmanager
 from typing import Final
 from urllib.parse import urlsplit
 
-from shoal_common.errors import ShoalError, UnavailableError
+from shoal_common.errors import ConfigurationError, ShoalError, UnavailableError
 from shoal_common.redis import EmbeddedRedis
+from shoal_common.settings import Address
 from shoal_common.telemetry import configure_logging
 
 from shoal_coordinator.settings import CoordinatorSettings, parse_command_line
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         settings = parse_command_line(arguments)
         configure_logging("coordinator", settings.log_level)
-        with _own_redis(settings.redis.get_secret_value()) as own_redis:
+        with _own_redis(settings) as own_redis:
             asyncio.run(_serve(settings, own_redis))
     except ShoalError as error:
         print(f"shoal-coordinator: {error}", file=sys.stderr)  # noqa: T201 - it may have no logging yet
@@ -40,11 +41,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def _own_redis(url: str) -> Iterator[EmbeddedRedis | None]:
+def _own_redis(settings: CoordinatorSettings) -> Iterator[EmbeddedRedis | None]:
     """The server of our own that embedded:// asks for, started while the rest of the program is imported; None: somebody else runs it."""
+    url = settings.redis.get_secret_value()
     if urlsplit(url).scheme != "embedded":
         yield None
         return
+    host = urlsplit(url).netloc
+    if host and not Address(host, 0).is_loopback and not settings.insecure:
+        raise ConfigurationError(
+            f"--redis {url} can be reached from other machines, without TLS; allow it (--insecure), or name a server with TLS (rediss://...)"
+        )
     with ThreadPoolExecutor(max_workers=1) as starter:
         starting = starter.submit(EmbeddedRedis.from_url, url)
         import shoal_coordinator.server  # noqa: F401 - see above
@@ -72,7 +79,8 @@ async def _serve(settings: CoordinatorSettings, own_redis: EmbeddedRedis | None)
         await serve(settings, settings.redis.get_secret_value(), stop)
         return
     lost = asyncio.create_task(_lost(own_redis, stop))
-    await serve(settings, own_redis.url, stop)
+    # Its password is of no use but for the stores of this coordinator's members.
+    await serve(settings.model_copy(update={"share_store_credentials": True}), own_redis.url, stop)
     if lost.done() and lost.result():
         raise UnavailableError(
             f"the embedded Redis server (pid {own_redis.pid}) has ended; its last words: {own_redis.last_words()}. Start the coordinator "

@@ -21,7 +21,7 @@ class CoordinatorSettings(ShoalSettings):
 
     redis: SecretStr = SecretStr("embedded://")
     """redis://[user:password@]host:port[/db] of the server that keeps all state; `embedded://` starts one of its own with temporary data,
-    `embedded:///directory` one that keeps it."""
+    `embedded:///directory` one that keeps it. Members on other machines reach it if it has this machine's name: `embedded://host`."""
 
     redis_patience: Duration = timedelta(seconds=30)
     """How long to wait at the start for Redis to answer."""
@@ -101,7 +101,11 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> CoordinatorSet
         epilog="Every flag is also an environment variable, SHOAL_COORDINATOR_..., in capitals and with _ for -.",
     )
     for flag, metavar, text in (
-        ("--redis", "URL", "redis://HOST:PORT, or embedded:// or embedded:///DIR for one of its own (default: embedded://)"),
+        (
+            "--redis",
+            "URL",
+            "redis://HOST:PORT, or embedded://[HOST][/DIR] for one of its own, HOST for other machines (default: embedded://)",
+        ),
         ("--redis-patience", "DURATION", "how long to wait for Redis at the start (default: 30s)"),
         ("--listen", "HOST:PORT", "address of the gRPC service (default: 127.0.0.1:0, a free port)"),
         ("--http", "HOST:PORT", "address of /metrics, /healthz and /sd (default: 127.0.0.1:0)"),

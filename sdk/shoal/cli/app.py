@@ -14,6 +14,7 @@ import typer
 from shoal_common.errors import ConfigurationError, ShoalError
 
 from shoal.cli.control import drain, kill, stop
+from shoal.cli.coordinate import coordinate
 from shoal.cli.demo import demo
 from shoal.cli.events import events
 from shoal.cli.jobs import jobs
@@ -36,6 +37,7 @@ app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command(context_settings={"allow_interspersed_args": False})(up)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False})(submit)
 app.command()(jobs)
+app.command(context_settings={"allow_interspersed_args": False})(coordinate)
 app.command()(status)
 app.command()(top)
 app.command()(events)

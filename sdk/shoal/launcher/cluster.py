@@ -38,11 +38,21 @@ _STOP_GRACE: Final = timedelta(seconds=10)
 class Service:
     """One service process of the cluster: a program that writes a port file once it serves, and logs into a file."""
 
-    def __init__(self, name: str, program: str, arguments: Sequence[str], *, directory: Path, environment: Mapping[str, str]) -> None:
-        """Does not start it. `program` is a module; `directory` gets its port file and its log, `<name>.log`."""
+    def __init__(
+        self,
+        name: str,
+        program: str,
+        arguments: Sequence[str],
+        *,
+        directory: Path,
+        environment: Mapping[str, str],
+        host: str = "127.0.0.1",
+    ) -> None:
+        """Does not start it. `program` is a module; `directory` gets its port file and its log, `<name>.log`; `host` of this machine is
+        where it listens. Raises OSError if `host` is not this machine's."""
         self.name = name
-        self._port = ReservedPort()
-        self.address = f"127.0.0.1:{self._port.port}"
+        self._port = ReservedPort(host)
+        self.address = f"{host}:{self._port.port}"
         """host:port of its gRPC service: known before it serves, and kept over restarts."""
         self.log = directory / f"{name}.log"
         self._port_file = directory / f"{name}.json"

@@ -257,7 +257,7 @@ class SharedSite:
 
     def _join(self) -> None:
         """A new incarnation of this launcher among the launchers."""
-        address = self._settings.local_address or _address_towards(parse_address(self.coordinator))
+        address = self._settings.local_address or address_towards(parse_address(self.coordinator))
         if self._port is None and self._settings.master_port is None:
             self._port = ReservedPort(host="0.0.0.0")  # noqa: S104 - only kept; the worker of rank 0 listens on all interfaces
         port = self._settings.master_port or (self._port.port if self._port is not None else 0)
@@ -401,7 +401,7 @@ _LEAVES: Final = {
 }
 
 
-def _address_towards(endpoint: Address) -> str:
+def address_towards(endpoint: Address) -> str:
     """The address of this machine on the way to `endpoint`. Nothing is sent: connecting a datagram socket only chooses the route."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_DGRAM)[0]

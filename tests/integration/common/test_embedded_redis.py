@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -68,6 +70,32 @@ def test_it_listens_on_loopback_only():
     with EmbeddedRedis() as server:
         listening = [c.laddr.ip for c in psutil.Process(server.pid).net_connections("inet") if c.status == psutil.CONN_LISTEN]
     assert listening == ["127.0.0.1"]
+
+
+def test_with_a_host_it_listens_there_too_and_asks_for_a_password_that_a_restart_keeps(tmp_path):
+    # Another address of loopback stands for one that other machines reach.
+    urls = []
+    for _ in range(2):
+        with EmbeddedRedis.from_url(f"embedded://127.0.0.2{tmp_path}") as server, redis.Redis.from_url(server.url) as client:
+            listening = {c.laddr.ip for c in psutil.Process(server.pid).net_connections("inet") if c.status == psutil.CONN_LISTEN}
+            assert listening == {"127.0.0.1", "127.0.0.2"}
+            assert client.ping()
+            for address in listening:
+                with (
+                    redis.Redis(host=address, port=server.port, retry=None) as stranger,
+                    pytest.raises(redis.exceptions.AuthenticationError),
+                ):
+                    stranger.ping()
+            urls.append(urlsplit(server.url))
+            assert urls[-1].password not in " ".join(psutil.Process(server.pid).cmdline())
+    assert len({url.password for url in urls}) == 1
+    assert stat.S_IMODE((tmp_path / "access.conf").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("url", ["embedded://no.such.host.invalid", "embedded://user:pw@127.0.0.2", "embedded://127.0.0.2:6379"])
+def test_a_host_that_is_none_is_named(url):
+    with pytest.raises(ConfigurationError, match=r"no\.such\.host|expected embedded://"):
+        EmbeddedRedis.from_url(url)
 
 
 def test_closing_ends_the_process_and_deletes_temporary_data():
@@ -165,7 +193,7 @@ def test_a_port_that_is_taken_in_between_is_replaced(monkeypatch):
             assert server.port != taken.getsockname()[1]
 
 
-@pytest.mark.parametrize("url", ["embedded://host/x", "embedded:///x?y=1", "redis://127.0.0.1:1", "embedded"])
+@pytest.mark.parametrize("url", ["embedded:///x?y=1", "redis://127.0.0.1:1", "embedded"])
 def test_other_urls_are_refused(url):
     with pytest.raises(ConfigurationError, match=r"expected embedded://"):
         EmbeddedRedis.from_url(url)

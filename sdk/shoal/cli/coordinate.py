@@ -1,0 +1,31 @@
+"""`shoal coordinate`: a command with a coordinator beside it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from typing import Annotated
+
+import typer
+
+
+def coordinate(
+    command: Annotated[list[str], typer.Argument(help="What starts the launchers, here or elsewhere.", show_default=False)],
+    host: Annotated[
+        str, typer.Option(help="This machine's name or address, as the others reach it. Default: its own name.", show_default=False)
+    ] = "",
+    insecure: Annotated[bool, typer.Option("--insecure", help="Serve other machines without TLS or tokens: on a private network.")] = False,
+) -> None:
+    """Run a command with a coordinator beside it, on as many machines as it reaches.
+
+    What COMMAND starts finds the coordinator by its environment: `shoal coordinate --insecure -- srun shoal run train.py`. Under SLURM it
+    finds there the job's id and the number of machines as well. The status is COMMAND's.
+
+    The coordinator's own settings are its variables, SHOAL_COORDINATOR_... Without SHOAL_COORDINATOR_REDIS it brings a Redis of its own.
+    """
+    from shoal.cli.console import tell
+    from shoal.launcher.coordination import Coordination
+
+    coordination = Coordination(command, host=host or socket.gethostname(), insecure=insecure, environment=os.environ, note=tell)
+    sys.exit(coordination.run())

@@ -1,0 +1,180 @@
+"""`torchrun --rdzv-backend=shoal --rdzv-endpoint=COORDINATOR:7000`: torchrun's agents meet at Shoal's coordinator.
+
+torchrun starts the workers and restarts them; the coordinator says which agents there are, and in which order. An agent that dies is
+noticed by its broken connection, at once, and no agent is special: there is no first one that must not end. torch finds this module by the
+entry point group `torchrun.handlers`.
+
+Agents are members of a job of their own, `<run id>.torchrun`, as launchers of `shoal run` are (`launcher/nodes.py`). Workers get torch's
+variables and no more: `shoal.init()` wants `shoal run`.
+
+A handler belongs to the agent's thread; the session's thread only wakes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Final
+
+from shoal_common.clients.coordinator import CoordinatorClient
+from shoal_common.errors import DeadlineError, ShoalError, UnavailableError
+from shoal_common.settings import Address, parse_address
+from shoal_protos.v1 import coordinator_pb2 as pb
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from shoal.launcher.credentials import channel_settings
+from shoal.launcher.environment import NodePlacement
+from shoal.launcher.jobs import JobSettings
+from shoal.launcher.node_session import NodeSession
+from shoal.launcher.nodes import address_towards
+
+BACKEND: Final = "shoal"
+_JOIN_TIMEOUT_S: Final = 600.0
+_LAST_CALL_S: Final = 30.0
+_RETRY_S: Final = 0.2
+_CALL_DEADLINE: Final = timedelta(seconds=2)
+_STORE_TIMEOUT: Final = timedelta(minutes=5)
+
+
+def get_creator() -> Callable[[RendezvousParameters], RendezvousHandler]:
+    """The entry point: what makes a handler of torchrun's parameters."""
+    return ShoalRendezvous
+
+
+class ShoalRendezvous(RendezvousHandler):
+    """See torch's RendezvousHandler. `--rdzv-conf` takes `join_timeout` and `last_call_timeout`, in seconds, as `shoal run` does."""
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        """Raises ConfigurationError for an endpoint or certificates that cannot work."""
+        self._parameters = parameters
+        self._join_timeout_s = float(parameters.get("join_timeout", _JOIN_TIMEOUT_S))
+        self._own_address = parameters.local_addr or address_towards(parse_address(parameters.endpoint))
+        self._client = CoordinatorClient(channel_settings(parameters.endpoint))
+        self._job = JobSettings(
+            job_id=f"{parameters.run_id}.torchrun",
+            min_workers=parameters.min_nodes,
+            max_workers=parameters.max_nodes,
+            join_grace=timedelta(seconds=float(parameters.get("last_call_timeout", _LAST_CALL_S))),
+        )
+        # Every agent has a store, since every agent may come to be the first: torch's agents talk through that one's.
+        self._own_store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)  # noqa: S104
+        self._launcher_id = uuid.uuid4().hex
+        self._session: NodeSession | None = None
+        self._placed: tuple[str, ...] = ()
+        """`Standing.starts` of the place that the workers were started in last."""
+        self._changed = threading.Condition()
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        return str(self._parameters.run_id)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        deadline = time.monotonic() + self._join_timeout_s
+        if self._session is None:
+            self._create_job(deadline)
+            self._join()
+        placement = self._place(deadline)
+        mine = placement.node_rank == 0
+        home: Store = self._own_store
+        if not mine:
+            home = TCPStore(placement.master_address, placement.master_port, is_master=False, timeout=_STORE_TIMEOUT)
+        # A store of this start alone: what older ones have left there is not looked at.
+        store = PrefixStore(hashlib.sha256("".join(self._placed).encode()).hexdigest()[:32], home)
+        bootstrap = RendezvousStoreInfo.build(placement.node_rank, store, self._own_address)
+        return RendezvousInfo(store, placement.node_rank, placement.node_count, bootstrap)
+
+    def num_nodes_waiting(self) -> int:
+        """torchrun starts all workers anew when this is not 0: agents have come or gone."""
+        standing = self._session.standing if self._session is not None else None
+        return int(standing is not None and standing.placement is not None and standing.starts != self._placed)
+
+    def is_closed(self) -> bool:
+        return self._session is not None and (self._session.is_closed or self._session.stopped is not None)
+
+    def set_closed(self) -> None:
+        with contextlib.suppress(ShoalError):  # away, say: the other agents hear of it by their workers
+            self._client.stop_job(self._job.job_id, reason="torchrun has ended on another machine", deadline=_CALL_DEADLINE)
+
+    def shutdown(self) -> bool:
+        """Ends the rendezvous for all agents, as torch's own handlers do: each goes on until its workers have ended."""
+        self.set_closed()
+        if self._session is not None:
+            self._session.leave(pb.Leave.REASON_FINISHED, "")
+        self._client.close()
+        return True
+
+    def _create_job(self, deadline: float) -> None:
+        """The coordinator may start later than its agents."""
+        while True:
+            try:
+                self._client.create_job(self._job.message())
+            except (UnavailableError, DeadlineError) as error:
+                if time.monotonic() > deadline:
+                    raise RendezvousConnectionError(
+                        f"no coordinator has answered at {self._parameters.endpoint} (--rdzv-endpoint) for {self._join_timeout_s:g} s"
+                    ) from error
+                time.sleep(_RETRY_S)
+            else:
+                return
+
+    def _join(self) -> None:
+        """A new member: to the other agents this one's workers start anew."""
+        self._session = NodeSession(
+            self._client,
+            job_id=self._job.job_id,
+            launcher_id=self._launcher_id,
+            address=str(Address(self._own_address, self._own_store.port)),
+            on_change=self._wake,
+            on_job_lost=self._create_lost,
+        )
+
+    def _create_lost(self) -> None:
+        """The coordinator has lost its data. Any agent creates the job anew."""
+        self._client.create_job(self._job.message(), deadline=_CALL_DEADLINE)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _place(self, deadline: float) -> NodePlacement:
+        """Waits for a place in another set of agents, or of their starts, than the last one."""
+        while True:
+            session = self._session
+            assert session is not None, "joined before"
+            standing = session.standing
+            if session.stopped is not None or session.is_closed:
+                raise RendezvousClosedError(f"run {self._parameters.run_id} is over: {session.stopped or session.error}")
+            if session.error is not None:
+                raise RendezvousConnectionError(str(session.error)) from session.error
+            if standing.placement is not None and standing.starts != self._placed:
+                self._placed = standing.starts
+                session.works_in = standing.generation
+                return standing.placement
+            if standing.placement is not None:
+                # Workers failed here, and this is where they were before: a death, to the other agents.
+                session.leave(pb.Leave.REASON_FAILED, "its workers are started anew")
+                self._join()
+                continue
+            with self._changed:
+                if time.monotonic() > deadline:
+                    raise RendezvousTimeoutError(
+                        f"{self._parameters.min_nodes} agents of run {self._parameters.run_id} did not come together within "
+                        f"{self._join_timeout_s:g} s ({standing.why or 'no place'})"
+                    )
+                self._changed.wait(_RETRY_S)

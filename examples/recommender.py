@@ -90,14 +90,14 @@ def train(options: argparse.Namespace) -> None:
     log, _ = click_log(options.samples, options.users, options.items, seed=1)
     (*shown, clicked), probability = click_log(20_000, options.users, options.items, seed=2)
     held_out = clicked.numpy() > 0
-    alone = options.strategy == "async_sgd"
-    batches = {"batch_size": options.batch_size, "look_ahead": True} if alone else {"global_batch_size": options.batch_size}
+    asynchronous = options.strategy == "async_sgd"
+    batches = {"batch_size": options.batch_size, "look_ahead": True} if asynchronous else {"global_batch_size": options.batch_size}
     loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(*log), **batches)
     if options.checkpoints is not None:
         shoal.resume(options.checkpoints)  # the rows too: the servers may have nothing yet, or rows of later steps
     for epoch in loader.epochs(options.epochs):
         for *inputs, clicks in loader:
-            if alone and (upcoming := loader.peek()) is not None:  # under ddp the next rows are not there before this step is pushed
+            if asynchronous and (upcoming := loader.peek()) is not None:  # under ddp the next rows are not there before this step is pushed
                 net.prefetch(*upcoming[:3])
             optimizer.zero_grad()
             nn.functional.binary_cross_entropy_with_logits(model(*inputs), clicks).backward()

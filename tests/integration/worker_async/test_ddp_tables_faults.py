@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
-from tests.integration.coordinator.harness import Coordinator
 from tests.integration.worker_async.async_cluster import AsyncCluster
+from tests.integration.worker_async.test_async_runs import ended, fail_job
 from tests.integration.worker_async.test_ddp_tables import STEPS, start
-from tests.zygote.children import Zygote, eventually
 
 Make = Callable[..., AsyncCluster]
-
-
-@pytest.fixture
-def another_coordinator(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
-    coordinator = Coordinator(zygote, tmp_path_factory.mktemp("another")).start()
-    yield coordinator
-    coordinator.close()
 
 
 def snapshot_versions(running: AsyncCluster) -> dict[int, int]:
@@ -72,21 +62,17 @@ def test_the_last_steps_rows_are_pushed_although_the_rank_dies_that_was_to(clust
     assert set(snapshot_versions(running).values()) == {STEPS + 1}
 
 
-@pytest.mark.parametrize("resumes", [False, True])
-def test_a_job_that_was_made_anew_over_the_servers_data_trains_their_rows(
-    cluster: Make, tmp_path: Path, another_coordinator: Coordinator, resumes: bool
-) -> None:
+def test_a_run_that_failed_and_goes_on_trains_its_servers_rows(cluster: Make, tmp_path: Path) -> None:
     running = cluster(servers=1)
     checkpoint = str(tmp_path / "checkpoints")
-    saves = {"save": checkpoint, "save_until": 2} if resumes else {}  # the first run goes on after its last checkpoint
-    start(running, epochs=3, looks=False, **saves).result()
-    running.servers[0].process.wait()
-    running.move_to(another_coordinator)
-    worker = start(running, looks=False, **({"resume": checkpoint} if resumes else {}))
-    eventually(lambda: running.job().generation.number, "a generation")  # a server that comes before it is refused
+    start(running, hold_at=[21], save=checkpoint, save_until=2).wait_step(21)  # beyond its last checkpoint
+    fail_job(running)
+    ended(running.servers)
     running.servers[0].start()
-    worker.result()
-    assert "has lost its data" not in worker.process.said()
+    assert running.begin_run(resume=True).run.number == 1
+    again = start(running, looks=False, resume=checkpoint)
+    again.result()
+    assert "has lost its data" not in again.process.said()
 
 
 def test_the_first_step_after_a_resume_is_pushed_although_it_is_lost_once(cluster: Make, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ class RowReader:
         while True:
             try:
                 if away_since is not None:
-                    self._find()
+                    self.find()
                 return attempt()
             except ShoalError as error:
                 if self._closed.is_set():
@@ -90,6 +90,13 @@ class RowReader:
                         reason="SERVER_AWAY",
                     ) from error
                 self._closed.wait(backoff.next_s(error))
+
+    def find(self) -> None:
+        """Asks the coordinator where the servers are: one that was restarted may listen elsewhere, and buckets may have moved."""
+        found = self._job.shard_map()
+        if found is not None:
+            with self._lock:
+                self._map = found
 
     def server_of(self, partition_id: int) -> tuple[ParameterServerClient, int]:
         """The server that has a partition, and the shard map's epoch that says so. Raises PreconditionError / SHARD_MAP_INCOMPLETE."""
@@ -183,13 +190,6 @@ class RowReader:
         for number, places in wanted.items():
             values[places] = received[number]
         return {header.partition_id: header.version for header in headers}
-
-    def _find(self) -> None:
-        """A server that was restarted may listen elsewhere, and buckets may have moved."""
-        found = self._job.shard_map()
-        if found is not None:
-            with self._lock:
-                self._map = found
 
     def _client(self, address: str) -> ParameterServerClient:
         with self._lock:

@@ -26,7 +26,7 @@ from typing import Any, Final, cast
 
 import numpy as np
 import torch
-from shoal_common.errors import MembershipChanged, PreconditionError, ShoalError
+from shoal_common.errors import DeadlineError, InvalidRequestError, LimitError, MembershipChanged, PreconditionError, ShoalError
 from shoal_common.failpoints import failpoint
 from shoal_common.tables.values import Ids
 from torch import nn
@@ -51,6 +51,8 @@ _log = logging.getLogger(__name__)
 
 _PATIENCE_S: Final = 1.0
 """How long a rank waits for what another rank is to push, before it pushes that as well."""
+_LAST_PATIENCE_S: Final = 30.0
+"""How long a rank that must not push any more waits for the others to do it."""
 _SHORTEST_WAIT_S: Final = 0.0005
 _LONGEST_WAIT_S: Final = 0.02
 _LARGEST_NEW_KEY: Final = 1 << 62
@@ -130,6 +132,8 @@ class ServerStepTables:
         """The step in progress, when it is summed."""
         self._pending: _Step | None = None
         """The last step committed, until all partitions are known to have it."""
+        self._shut_out = False
+        """This rank takes its last steps, and servers take nothing from it any more: the others push its share."""
         self._clock = 0
         self._early: Mapping[str, Any] | None = None
         """A state that came before the servers did."""
@@ -196,7 +200,11 @@ class ServerStepTables:
             payload = self._here.dump(told)
             payloads = group.exchange(payload) if group is not None else [payload]
             failpoint("tables.summed")
-            staged = self._combined([load_tensors(each) for each in payloads], in_micro_batches=step.in_micro_batches)
+            try:
+                staged = self._combined([load_tensors(each) for each in payloads], in_micro_batches=step.in_micro_batches)
+            except (InvalidRequestError, LimitError) as error:
+                step.refused = error  # every rank has the same sums
+                return
         if not exchanging.failed:
             self._staged = staged
 
@@ -233,14 +241,28 @@ class ServerStepTables:
         if pending is None or pending.delivered or not self._may_push(pending):
             return
         # Where the meeting failed a rank is gone perhaps, and with it its share.
-        ranks, rank = (self._session.world_size, self._session.rank) if pending.known_to_all else (1, 0)
-        self._push(pending, [each for place, each in enumerate(sorted(pending.pushes)) if place % ranks == rank])
+        ranks, place = self._pushing() if pending.known_to_all else (1, 0)
+        self._push(pending, [each for number, each in enumerate(sorted(pending.pushes)) if number % ranks == place])
         pending.delivered = True
+
+    def _pushing(self) -> tuple[int, int]:
+        """How many ranks push, and which of them this one is. Servers take nothing from a rank that is asked to leave, from when the
+        coordinator has a generation without it. Ranks hear of that at different moments: what nobody takes for its share comes late."""
+        membership, group = self._own.membership, self._session.group
+        newest = membership.link.newest_generation if membership is not None else None
+        ranks, rank = self._session.world_size, self._session.rank
+        if group is None or newest is None or newest.number == group.generation.number:
+            return ranks, rank
+        stay, known = {each.member_id for each in newest.known or ()}, group.generation.known or ()
+        pushing = [each.rank for each in known if each.member_id in stay]
+        return (len(pushing), pushing.index(rank)) if rank in pushing else (ranks, rank)
 
     def drop_gradients(self) -> None:
         """See `StepTables`."""
         for table in self._tables:
             table.drop_gradients()
+        if self._session.step is not None:
+            self._session.step.refused = None
 
     @property
     def store(self) -> StepRowStore:
@@ -284,26 +306,38 @@ class ServerStepTables:
     # ------------------------------------------------------------------------------------------------------------- lookups
 
     def look_up(self, partitions: Sequence[int], dim: int, ids: Ids) -> LookedUp:
-        """The rows with these ids, each named once, as the last step has left them. Raises as `RowReader.read`, and PreconditionError
-        (TABLE_AHEAD): somebody else trains them."""
+        """The rows with these ids, each named once, as the last step has left them. Raises as `RowReader.read`, PreconditionError
+        (TABLE_AHEAD): somebody else trains them, and DeadlineError: this rank is to leave, and the others have not pushed its last step."""
         waits = _SHORTEST_WAIT_S
         since = time.monotonic()
+        looked_anew = False
         while True:
             found = self._require_reader().read(partitions, dim, ids)
             if self._session.is_joining or self._is_void:
                 return found  # of what is computed with them nothing counts
             pending = self._pending
             behind = {each for each in partitions if found.versions[each] < self._versions.get(each, 0)}
-            if not behind or pending is None:
+            if not behind:
                 self._note(found.versions)
                 return found
-            if not self._may_push(pending):
+            if pending is not None and not self._may_push(pending):
                 self._stale = True
                 return found
-            if not pending.unseen & behind:
-                self._note(found.versions)  # it was there, and is not any more
-                return found
-            if time.monotonic() - since > _PATIENCE_S:
+            if pending is None or not pending.unseen & behind:  # it was there, and is not any more
+                if looked_anew:
+                    self._note(found.versions)
+                    return found
+                # A primary that was replaced without knowing it answers with what it had for a while: ask the one that the map names now.
+                self._require_reader().find()
+                looked_anew = True
+                continue
+            if self._shut_out:
+                if time.monotonic() - since > _LAST_PATIENCE_S:
+                    raise DeadlineError(
+                        f"waited {_LAST_PATIENCE_S:.0f} s for the other ranks to push rows of the last step: servers take none from this "
+                        "one, which is asked to leave; see what the others say"
+                    )
+            elif time.monotonic() - since > _PATIENCE_S:
                 _log.info("pushing rows that another rank has not pushed within %.0f s", _PATIENCE_S)
                 self._push(pending, sorted(pending.unseen))
             time.sleep(waits)
@@ -403,14 +437,18 @@ class ServerStepTables:
 
     def _push(self, step: _Step, partitions: Sequence[int]) -> None:
         rows = {each: step.pushes[each] for each in partitions if each in step.unseen}
-        if not rows:
+        if not rows or self._shut_out:
             return
         self._clock += 1
         iteration = Iteration(clock=self._clock, revision=self._revision, gradients={}, pull=False, batch=step.key, in_part=True, rows=rows)
         try:
             self._require_servers().exchange(iteration)
         except StopTraining as stop:
-            _log.warning("rows of the last step were not pushed, since the job was stopped meanwhile: %s", stop)
+            if self._own.membership is not None and self._own.membership.link.excluded:
+                self._shut_out = True
+                _log.info("servers take no rows from this rank any more, since it leaves; the others push them: %s", stop)
+            else:
+                _log.warning("rows of the last step were not pushed, since the job was stopped meanwhile: %s", stop)
             return
         failpoint("tables.pushed")
         self._saw(rows)
@@ -447,6 +485,8 @@ class ServerStepTables:
 
     def _push_the_last(self, step: _Step) -> None:
         """No lookup follows that would find out what another rank has not pushed: this one pushes all that it has not seen there."""
+        if self._shut_out:
+            return
         if not self._may_push(step):
             _log.warning("rows of the last step were not pushed: it is not known whether all ranks have committed it")
             return

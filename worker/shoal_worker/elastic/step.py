@@ -15,7 +15,7 @@ import enum
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from shoal_common.errors import PreconditionError
+from shoal_common.errors import PreconditionError, ShoalError
 
 from shoal_worker.elastic.loader_interface import Placement, Share, StepSource, WeighRows
 
@@ -123,6 +123,8 @@ class Step:
     """This rank's mean loss, if told."""
     known: bool = False
     """The servers have had its batch from another member, which died before it had said so (async_sgd)."""
+    refused: ShoalError | None = None
+    """Why its gradients cannot be used, on all ranks alike: the script is told so instead of the update, until it clears them."""
     pushed: Sequence[int] | None = None
     """Numbers of the leased batches that count with it: those of its round, or none before that one's last step. None: its own alone."""
 

@@ -305,6 +305,8 @@ class StepLifecycle:
             raise steps_apart(self._held.place(step.source), step.source, self._borders.group)
         if not step.settings_agree:
             raise settings_apart(self._held.registered.settings)
+        if step.refused is not None:
+            raise step.refused
         self._held.registered.check_groups()
         failpoint("session.before_apply")
         here = not self._held.engine.asynchronous  # else the servers change, or nothing does

@@ -35,8 +35,8 @@ class StepTables(Protocol):
     def reduce(self) -> None:
         """Adds the row gradients of all ranks up, or marks the step lost. When the dense gradients are summed, before the closing.
 
-        Raises:
-            InvalidRequestError (GRADIENT_NOT_FINITE), LimitError (PAYLOAD_TOO_LARGE): on all ranks alike; nothing is pushed.
+        Where servers would not take the sums, `Step.refused` says why, on all ranks alike: InvalidRequestError (GRADIENT_NOT_FINITE),
+        LimitError (PAYLOAD_TOO_LARGE). Nothing of them is pushed then.
         """
         ...
 

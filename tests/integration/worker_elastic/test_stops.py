@@ -78,3 +78,18 @@ def test_a_joiner_that_comes_after_the_last_step_ends_before_it_says_anything_of
         linger.unlink()
         assert {r["world"] for r in running.finish(0, 1, may_end_well=True)} == {2}
         assert not (running.output / f"{running.members[2]}.json").exists()
+
+
+@pytest.mark.parametrize("waits_for", ["the coordinator", "others"])
+def test_a_member_that_is_told_to_leave_before_it_has_a_rank_ends_well(zygote: Zygote, tmp_path: Path, waits_for: str) -> None:
+    with cluster(zygote, tmp_path, min_workers=2, max_workers=2, EPOCHS="1") as running, Relay(running.address) as line:
+        if waits_for == "the coordinator":
+            line.hold([BACK])
+        running.start(0, SHOAL_COORDINATOR=line.address)
+        if waits_for == "the coordinator":
+            eventually(lambda: line.connections == 1, "the worker to ask the coordinator")
+        else:
+            eventually(lambda: len(running.job().members) == 1, "the worker to be a member")
+        running.signal(0, signal.SIGTERM)
+        assert running.workers[0].wait() == 0, running.workers[0].said()
+        line.open()

@@ -137,6 +137,7 @@ class CoordinatorLink:
         """Opens the session. Returns whether the job has had a generation already: then this member is a joiner.
 
         Raises:
+            Drained: this process is to leave before any coordinator has answered.
             DeadlineError: no coordinator answered in time.
             ShoalError: the coordinator refused the member.
         """
@@ -146,11 +147,16 @@ class CoordinatorLink:
         with self._changed:
             while self._welcome is None:
                 self._raise_if_over()
-                if not self._changed.wait(deadline - time.monotonic()):
+                if self._drain is not None:
+                    raise Drained(self._drain)
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
                     raise DeadlineError(
                         f"waited {timeout.total_seconds():.0f} s for the coordinator to accept this member into "
                         f"job {self.identity.job_id!r}; check SHOAL_COORDINATOR and that the coordinator runs"
                     )
+                # In slices: SIGTERM marks the member as draining and cannot notify.
+                self._changed.wait(min(_DRAIN_LOOK_S, left_s))
             return self._welcome.joining
 
     def ready(self) -> None:

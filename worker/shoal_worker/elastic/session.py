@@ -210,6 +210,9 @@ class Session:
                 raise
             _log.warning("the run is over, there is nothing left to join")
             raise SystemExit(0) from refusal
+        except StopTraining as stop:
+            _log.info("leaving before the coordinator has answered: %s", stop)
+            raise SystemExit(0) from stop
         if joining:
             return
         self._await_rank(membership)

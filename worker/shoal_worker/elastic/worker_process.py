@@ -214,13 +214,16 @@ def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetr
         membership = Membership(client, identity, settings, host=host)
         session = Session(settings, membership, donor, metrics)
         undo.callback(session.close, failed="it did not get as far as a rank")
+        at_end = _Exit(session, membership, http)
+        if at_end.hear_sigterm():  # before it has a rank: one that waits for others leaves as well
+            undo.callback(signal.signal, signal.SIGTERM, signal.SIG_DFL)
         session.join()
         detector = DesyncDetector(session)
         detector.start()
         session.on_close(detector.close)
         undo.pop_all()
     set_session(session)
-    _Exit(session, membership, http).install()
+    at_end.install()
     return session
 
 
@@ -280,12 +283,17 @@ class _Exit:
         self._asked_at: float | None = None
 
     def install(self) -> None:
-        """Hooks into exceptions, exit and SIGTERM."""
+        """Hooks into exceptions and exit."""
         self._script.install()
         self._excepthook, sys.excepthook = sys.excepthook, self._note_uncaught
         atexit.register(self._leave)
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._drain)
+
+    def hear_sigterm(self) -> bool:
+        """From now on SIGTERM asks the member to leave. False: a handler that the script has set stays."""
+        if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return False
+        signal.signal(signal.SIGTERM, self._drain)
+        return True
 
     def _leave(self) -> None:
         if find_session() is self._session:

@@ -69,7 +69,9 @@ class Network:
         self.machines = machines
         self.hosts = hosts
         self.directory = directory
-        self.records = directory / "records"
+        self._recorded_in = directory / "records"
+        self.records = self._recorded_in / "run-1"
+        """The job has one run."""
         self.launchers: list[Process] = []
         self._services: dict[str, Process] = {}
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SHOAL_", "PET_"))}
@@ -108,7 +110,7 @@ class Network:
     def launch(self, host: str, *flags: str, nnodes: str = "") -> Process:
         """Starts `shoal run` there."""
         nodes = ["--nnodes", nnodes or str(len(self.hosts)), "--rdzv-endpoint", self.endpoint]
-        command = [sys.executable, "-m", "shoal", "run", *nodes, "--record-dir", str(self.records), *flags]
+        command = [sys.executable, "-m", "shoal", "run", *nodes, "--record-dir", str(self._recorded_in), *flags]
         launcher = self._start(host, f"{host}-launcher-{len(self.launchers)}", [*command, "tests/networks/train.py"])
         self.launchers.append(launcher)
         return launcher

@@ -207,12 +207,15 @@ class Job:
     def wait_completed(self) -> None:
         """Until it has ended with status 0."""
         self.wait_for(lambda: self.field("JobState") in ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL"), "its end")
-        assert (self.field("JobState"), self.field("ExitCode")) == ("COMPLETED", "0:0"), self.said
+        assert (self.field("JobState"), self.field("ExitCode")) == ("COMPLETED", "0:0"), (
+            f"{self._slurm.ask('scontrol', 'show', 'job', self.number)}\nit said: {self.said}"
+        )
 
     def start_again_now(self) -> None:
-        """SLURM starts what was requeued after two minutes, unless it is told otherwise."""
+        """SLURM starts what was requeued after two minutes, unless it is told otherwise. Not in the same second: a machine refuses what was
+        killed there since ("already killed, do not launch")."""
         self.wait_for(lambda: self.field("Restarts") == "1" and self.field("JobState") == "PENDING", "the requeue")
-        self._slurm.ask("scontrol", "update", f"jobid={self.number}", "starttime=now")
+        self._slurm.ask("scontrol", "update", f"jobid={self.number}", "starttime=now+3")
 
     def cancel(self) -> None:
         """Ends it at once; nothing if it has ended."""

@@ -329,6 +329,7 @@ class AsyncEngine(Engine):
             )
         try:
             self._start()
+            self._require_servers().take_prefetched()
             if source is None:
                 self._require_participation().enter(self._clock)  # else there may be no batch for it
             self._find_epoch(source)

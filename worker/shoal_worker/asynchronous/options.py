@@ -40,6 +40,9 @@ class AsyncOptions:
     """ssp only, and needed there: iterations, >= 0."""
     pull_every: int = 1
     """Pull new values in every n-th step only; >= 1. Saves half of the bytes at most, for gradients of older values."""
+    prefetch: bool = False
+    """Pull values while the next batch is computed, instead of waiting for them: steps are shorter by a pull, and gradients are of values
+    that are older by at most one pull. With "asp" only."""
     server_timeout: timedelta = timedelta(minutes=5)
     """Longest a parameter server may be away (it restarts, say) before `optimizer.step()` gives up."""
 
@@ -87,6 +90,15 @@ class AsyncOptions:
                 f'pull_every={self.pull_every} with consistency="{self.consistency}", which is kept by waiting at pulls; '
                 'use pull_every=1, or "asp"'
             )
+        if self.prefetch and (self.waits_for_others or self.delay_compensation or self.inner_steps is not None):
+            other = (
+                f'consistency="{self.consistency}", which is kept by waiting at pulls'
+                if self.waits_for_others
+                else f"inner_steps={self.inner_steps}: the next inner steps go on from what is pulled"
+                if self.inner_steps is not None
+                else f"delay_compensation={self.delay_compensation}: servers take the values that they sent last for those of a gradient"
+            )
+            raise ConfigurationError(f"prefetch=True with {other}; leave prefetch out")
         if not isinstance(self.server_timeout, timedelta) or self.server_timeout <= timedelta(0):
             raise ConfigurationError(f"server_timeout={self.server_timeout!r}: expected a positive timedelta")
         if not isinstance(self.lease_ahead, timedelta) or self.lease_ahead < timedelta(0):

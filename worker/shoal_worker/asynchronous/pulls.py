@@ -47,6 +47,18 @@ class Pulls:
         memory = {name: tensor.target() for name, tensor in tensors.items()}
         self._ledger.pulled(self._receive(request, memory, deadline=self._connection.stream_deadline() + wait))
 
+    def pull_ahead(
+        self, partitions: Sequence[Partition], memory: Mapping[str, torch.Tensor], *, clock: int
+    ) -> list[tuple[Partition, pb.PullHeader]]:
+        """Pulls newer values into flat tensors of the host, by name; what this worker holds stays as it is. `clock`: see `pull`."""
+        if not partitions:
+            return []
+        held = {each.partition_id: self._ledger.held(each.partition_id) for each in partitions}
+        request = self._request(partitions, held, clock=clock, wait=TURN_WAIT)
+        request.codec = self._incoming.codec
+        headers = self._receive(request, memory, deadline=self._connection.stream_deadline())
+        return [(self._connection.partitions[header.partition_id], header) for header in headers]
+
     def read(self, into: Mapping[str, torch.Tensor]) -> None:
         """Reads all values into flat tensors of the host, by name, and leaves what this worker holds as it is."""
         request = self._request(list(self._connection.partitions.values()), {}, clock=None, wait=TURN_WAIT)

@@ -39,6 +39,7 @@ from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.ledger import Ledger
 from shoal_worker.asynchronous.options import AsyncOptions, Revision, ServerOptimizer
 from shoal_worker.asynchronous.persistence import MOVING, NOT_MY_TURN, TRANSIENT, Persistence
+from shoal_worker.asynchronous.prefetch import Pulled
 from shoal_worker.asynchronous.pulls import Pulls
 from shoal_worker.asynchronous.tables import PushedRows
 from shoal_worker.asynchronous.tensors import Iteration, Partition, Payload, Payloads, ServerShare
@@ -245,6 +246,10 @@ class ServerLink:
         # As an onlooker where its turn would be waited for; a gradient on these values is then not compensated.
         in_turn = bool(self._options.delay_compensation) and not self._options.waits_for_others
         self._persistence.insist("Pull", lambda: self._pulls.pull(self._server.trained, clock=self._clock if in_turn else None))
+
+    def pull_ahead(self, memory: dict[str, torch.Tensor]) -> Pulled:
+        """See `prefetch.Source`."""
+        return self._persistence.insist("Pull", lambda: self._pulls.pull_ahead(self._server.trained, memory, clock=self._clock))
 
     def read(self, into: Mapping[str, torch.Tensor]) -> None:
         """Reads all values into flat tensors of the host, by name, and leaves what this worker holds as it is."""

@@ -13,6 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from datetime import timedelta
 from typing import Final, TypeVar
 
@@ -25,6 +26,7 @@ from shoal_worker.asynchronous.delivery import Delivery, Pushed, ShardMapChanged
 from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.ledger import Ledger
 from shoal_worker.asynchronous.options import AsyncOptions, ServerOptimizer
+from shoal_worker.asynchronous.prefetch import Prefetch
 from shoal_worker.asynchronous.server_link import Position, ServerLink
 from shoal_worker.asynchronous.tensors import HostTensor, Iteration, Payloads, ServerShare, publish, shares
 from shoal_worker.compression.base import GradientCompressor
@@ -65,6 +67,7 @@ class ParameterServers:
         self._payloads = Payloads(compressor, partitions, stream=xxhash.xxh3_64_intdigest(job.member_id.encode()))
         self._links = [self._link(share) for share in shares(shard_map, tensors)]
         self._pool = ThreadPoolExecutor(max_workers=_MOST_SERVERS, thread_name_prefix="shoal-server")
+        self._prefetch = Prefetch(self._trained, self._ledger) if options.prefetch else None
         self._snapshot: threading.Thread | None = None
 
     def configure(self) -> None:
@@ -77,10 +80,15 @@ class ParameterServers:
         publish(self._tensors)
 
     def exchange(self, iteration: Iteration) -> Pushed:
-        """Pushes gradients and pulls values. Raises as `ServerLink.exchange`."""
-        delivery = Delivery(iteration=iteration)
+        """Pushes gradients, and pulls values or, with `prefetch`, begins to. Raises as `ServerLink.exchange`."""
+        ahead = self._prefetch if iteration.pull else None
+        delivery = Delivery(iteration=iteration if ahead is None else replace(iteration, pull=False))
         self._each(lambda link: link.exchange(delivery))
-        if iteration.pull:
+        if ahead is not None:
+            # Not before the push, which says on which values its gradients were computed.
+            self._land()
+            ahead.begin(self._links, self._pool)
+        elif iteration.pull:
             publish(self._trained)
         if iteration.batch and not iteration.in_part:
             self.finished(iteration.batch)
@@ -91,8 +99,19 @@ class ParameterServers:
         for link in self._links:
             link.finished(batch)
 
+    def take_prefetched(self) -> None:
+        """Between two steps: the module has the values that were pulled ahead, if they have come."""
+        if self._prefetch is not None and self._prefetch.is_there:
+            self._land()
+
+    def _land(self) -> None:
+        if self._prefetch is not None and self._prefetch.land():
+            publish(self._trained)
+
     def pull(self) -> None:
         """Pulls newer values into the module, outside of a step."""
+        if self._prefetch is not None:
+            self._prefetch.drop()
         self._each(ServerLink.pull)
         publish(self._trained)
 
@@ -147,6 +166,8 @@ class ParameterServers:
 
     def _each(self, call: Callable[[ServerLink], AnswerT]) -> list[AnswerT]:
         """What each server answers, by the links' order; all are asked again when partitions have moved."""
+        if self._prefetch is not None:
+            self._prefetch.wait()
         while True:
             try:
                 return self._each_once(call)

@@ -1,0 +1,99 @@
+"""Values that are pulled while the next batch is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from shoal_common.errors import ConfigurationError
+from shoal_worker.asynchronous.prefetch import Prefetch
+from shoal_worker.data.record import audit
+from shoal_worker.elastic.session import Session
+
+from tests.integration.worker_async.async_cluster import AsyncCluster
+from tests.integration.worker_async.in_process import backward, distributed, versions
+from tests.integration.worker_async.test_async_leases import versions as versions_at_the_end
+from tests.integration.worker_async.train import SAMPLES, network
+
+Make = Callable[..., AsyncCluster]
+
+STEPS = 6
+
+
+def values(net: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+
+
+def delayed(by: int) -> torch.Tensor:
+    """What SGD comes to whose gradients are of values that are older by so many steps."""
+    net = network(0)
+    history = [values(net)]
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+    for step in range(STEPS):
+        torch.nn.utils.vector_to_parameters(history[max(0, step - by)].clone(), net.parameters())
+        backward(net)
+        torch.nn.utils.vector_to_parameters(history[-1].clone(), net.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append(values(net))
+    return history[-1]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_gradients_are_of_values_that_are_older_by_at_most_one_pull(
+    session: Session, running: AsyncCluster, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """`late`: the values never come before the next batch begins, else always."""
+
+    def is_there(self: Prefetch) -> bool:
+        self.wait()
+        return bool(self._pulls) and not late
+
+    monkeypatch.setattr(Prefetch, "is_there", property(is_there))
+    net = network(0)
+    model, optimizer = distributed(net, prefetch=True)
+    for step in range(STEPS):
+        backward(model)
+        before = values(net)
+        assert optimizer.step()
+        if not late or step == 0:
+            torch.testing.assert_close(values(net), before, msg="values changed before the next border")
+        optimizer.zero_grad()
+        assert optimizer.last_staleness == (1 if late and step else 0)
+    torch.testing.assert_close(torch.cat([each.flatten() for each in model.gather_full_parameters().values()]), delayed(int(late)))
+    assert versions(running) == {1 + STEPS}
+    optimizer.synchronize_parameters()
+    torch.testing.assert_close(values(net), delayed(int(late)))
+
+
+def test_with_a_server_that_is_killed_every_batch_counts_once(cluster: Make) -> None:
+    running = cluster(together=2)
+    workers = [running.start_worker(epochs=2, hold_at=[9], options={"prefetch": True}) for _ in range(2)]
+    for worker in workers:
+        worker.wait_step(9)
+    server = running.servers[0]
+    server.process.kill()
+    server.process.wait()
+    for worker in workers:
+        worker.go(9)
+    server.start()
+    results = [worker.result() for worker in workers]
+    assert sum(result["steps"] for result in results) == 2 * SAMPLES // 8
+    assert results[0]["parameters"] == results[1]["parameters"]
+    assert versions_at_the_end(running) == {1 + 2 * SAMPLES // 8}
+    assert audit(running.records).exactly_once
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"consistency": "ssp", "staleness_bound": 2}, 'consistency="ssp"'),
+        ({"consistency": "bsp"}, 'consistency="bsp"'),
+        ({"delay_compensation": 0.04}, "delay_compensation=0.04"),
+    ],
+)
+def test_it_is_refused_where_values_have_to_be_waited_for(session: Session, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"prefetch=True with {named}"):
+        distributed(prefetch=True, **options)

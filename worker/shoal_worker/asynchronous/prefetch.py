@@ -1,0 +1,82 @@
+"""Values that are pulled while this worker computes (`AsyncOptions.prefetch`).
+
+They are received into memory of their own, since values must not change beneath a computation, and become the module's at a border. A pull
+that fails costs nothing but its values: the next push meets the same server, and says what is wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Protocol
+
+import torch
+from shoal_protos.v1 import parameter_server_pb2 as pb
+
+from shoal_worker.asynchronous.ledger import Ledger
+from shoal_worker.asynchronous.tensors import HostTensor, Partition
+
+_log = logging.getLogger(__name__)
+
+Pulled = Sequence[tuple[Partition, pb.PullHeader]]
+"""What has come of one server's partitions."""
+
+
+class Source(Protocol):
+    """One server."""
+
+    def pull_ahead(self, memory: dict[str, torch.Tensor]) -> Pulled:
+        """Pulls newer values into flat tensors of the host, by name. On any thread, one at a time."""
+        ...
+
+
+class Prefetch:
+    """One pull from all servers, in the background. Used by the training thread, which asks no server anything else meanwhile."""
+
+    def __init__(self, tensors: Sequence[HostTensor], ledger: Ledger) -> None:
+        """`tensors`: those that are trained. `ledger`: of all partitions."""
+        self._tensors = tensors
+        self._ledger = ledger
+        self._memory: dict[str, torch.Tensor] = {}
+        self._pulls: list[Future[Pulled]] = []
+
+    def begin(self, servers: Sequence[Source], pool: ThreadPoolExecutor) -> None:
+        """Pulls from all of them. The one before must be over: see `land` and `drop`."""
+        assert not self._pulls, "what was pulled before is landed or dropped first"
+        if not self._memory:
+            self._memory = {tensor.name: torch.empty_like(tensor.target(), device="cpu") for tensor in self._tensors}
+        self._pulls = [pool.submit(server.pull_ahead, self._memory) for server in servers]
+
+    @property
+    def is_there(self) -> bool:
+        """It has begun, and `land` would not wait."""
+        return bool(self._pulls) and all(pull.done() for pull in self._pulls)
+
+    def wait(self) -> None:
+        """Returns when it is over, or has not begun."""
+        wait(self._pulls)
+
+    @torch.no_grad()
+    def land(self) -> bool:
+        """Writes what has come to where the tensors receive values, and waits for it. False: nothing has, or not from all servers."""
+        pulls, self._pulls = self._pulls, []
+        wait(pulls)
+        for pull in pulls:
+            if (error := pull.exception()) is not None:
+                _log.debug("values were not pulled ahead: %s", error)
+                return False
+        targets = {tensor.name: tensor.target() for tensor in self._tensors}
+        for pull in pulls:
+            for partition, header in pull.result():
+                if not header.unchanged:
+                    torch._foreach_copy_(
+                        [piece.of(targets) for piece in partition.pieces], [piece.of(self._memory) for piece in partition.pieces]
+                    )
+                self._ledger.pulled([header])
+        return bool(pulls)
+
+    def drop(self) -> None:
+        """Forgets what it brings, and waits for its end: newer values come another way."""
+        self.wait()
+        self._pulls = []

@@ -57,6 +57,14 @@ TABLE = [entry(name, rank) for rank, name in enumerate("abcdef")]
 WITHOUT_B = [each for each in TABLE if each.member_id != "b"]
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_first_generation_of_a_run_is_known_by_its_cause_since_numbers_go_on(whole: bool) -> None:
+    for cause, begins in ((pb.Generation.CAUSE_START, True), (pb.Generation.CAUSE_FAILURE, False), (pb.Generation.CAUSE_BORDER, False)):
+        message = pb.Generation(number=8, nonce="0" * 32, cause=cause, world_size=6, ranks=TABLE if whole else ())
+        generation = parse_generation(pb.MemberDirective(generation=message, rank=2), MINE, None, Coordinator().ask)
+        assert generation.begins_run is begins
+
+
 def test_what_a_member_needs_to_form_its_group_is_told_and_nobody_is_asked() -> None:
     coordinator = Coordinator()
     generation = coordinator.announce(1, TABLE, None)

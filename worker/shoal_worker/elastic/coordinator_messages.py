@@ -84,7 +84,15 @@ def _parse_large(message: pb.Generation, rank: int, mine: Peer, before: Generati
         follow=None if known is None else lambda: _followed(known, message.change, joining),
     )
     topology = Topology(world_size=size, most_local=message.most_local_ranks)
-    return Generation(number=number, nonce=nonce, peers=peers, rank=rank, interrupts_below=message.interrupts_below, told_topology=topology)
+    return Generation(
+        number=number,
+        nonce=nonce,
+        peers=peers,
+        rank=rank,
+        interrupts_below=message.interrupts_below,
+        told_topology=topology,
+        begins_run=_begins_run(message),
+    )
 
 
 def _followed(table: Sequence[Peer], change: pb.RankChange, joining: frozenset[int]) -> list[Peer]:
@@ -101,7 +109,18 @@ def _parse_whole(message: pb.Generation, member_id: str) -> Generation:
     mine = [p.rank for p in peers if p.member_id == member_id]
     if len(mine) != 1 or [p.rank for p in peers] != list(range(len(peers))):
         raise InternalError(f"generation {message.number} does not give member {member_id} one rank among {len(peers)} dense ones")
-    return Generation(number=message.number, nonce=message.nonce, peers=peers, rank=mine[0], interrupts_below=message.interrupts_below)
+    return Generation(
+        number=message.number,
+        nonce=message.nonce,
+        peers=peers,
+        rank=mine[0],
+        interrupts_below=message.interrupts_below,
+        begins_run=_begins_run(message),
+    )
+
+
+def _begins_run(message: pb.Generation) -> bool:
+    return bool(message.cause == pb.Generation.CAUSE_START)
 
 
 def leave_message(reason: LeaveReason, detail: str, *, alone: bool, steps: int) -> pb.Leave:

@@ -173,4 +173,4 @@ class FixedMembership:
         peers = tuple(
             Peer(rank=rank, member_id=str(rank), host=host, donor_address=donor, joining=False) for rank, (host, donor) in enumerate(places)
         )
-        return Generation(number=1, nonce=nonce, peers=peers, rank=self._seat.rank, interrupts_below=0)
+        return Generation(number=1, nonce=nonce, peers=peers, rank=self._seat.rank, interrupts_below=0, begins_run=True)

@@ -198,6 +198,8 @@ class Generation:
     """Members that work in a generation below this number leave it at once; others at their next border."""
     told_topology: Topology | None = None
     """None: it is read off the peers."""
+    begins_run: bool = False
+    """It is the first of its run. Its number does not say so: those of a job's runs go on."""
 
     @property
     def world_size(self) -> int:

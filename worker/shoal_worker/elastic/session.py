@@ -162,8 +162,9 @@ class Session:
 
     @property
     def begins(self) -> bool:
-        """The ranks are those that the job was started with: none has gone yet, and none has come later."""
-        return self.generation <= 1
+        """The ranks are those that the run was started with: none has gone yet, and none has come later."""
+        generation = self._generation
+        return generation is None or generation.begins_run
 
     @property
     def steps(self) -> int:

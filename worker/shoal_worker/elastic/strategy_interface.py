@@ -224,7 +224,7 @@ class StrategySession(Protocol):
     def world_size(self) -> int: ...
     @property
     def begins(self) -> bool:
-        """The ranks are those that the job was started with: none has gone yet, and none has come later."""
+        """The ranks are those that the run was started with: none has gone yet, and none has come later."""
         ...
 
     @property

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shoal_common.clients import CoordinatorClient
 from shoal_common.errors import ConfigurationError, DeadlineError, InternalError, MembershipChanged, PreconditionError, ShoalError
+from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2 as pb
 from shoal_worker.backends.base import CommunicationBackend, Waits
 from shoal_worker.backends.gloo.backend import GlooBackend
@@ -200,7 +202,8 @@ def no_backend() -> Any:
 
 def real_link(job: Job, member_id: str, **more: Any) -> CoordinatorLink:
     identity = MemberIdentity(job_id=job.job_id, member_id=member_id, host="h9", pid=os.getpid())
-    link = CoordinatorLink(job.coordinator.client(), identity, on_generation=lambda _: None, **more)
+    client = more.pop("client", None) or job.coordinator.client()
+    link = CoordinatorLink(client, identity, on_generation=lambda _: None, **more)
     link.connect(60 * SECOND)
     link.ready()
     return link
@@ -294,6 +297,34 @@ def test_members_of_a_job_that_the_coordinator_has_lost_go_on_in_it(job: Job) ->
     for link in links:
         assert link.refused is None
         link.leave(LeaveReason.FINISHED)
+
+
+class Slower(CoordinatorClient):
+    """Somebody else, who belongs to no run, creates a job just before this client does."""
+
+    settings: ChannelSettings
+
+    def create_job(self, spec: pb.JobSpec, **more: Any) -> pb.CreateJobResponse:
+        with CoordinatorClient(self.settings) as other:
+            assert other.create_job(spec).created
+        return super().create_job(spec, **more)
+
+
+@pytest.mark.parametrize("job", [(1, 1)], indirect=True)
+def test_a_member_brings_its_run_back_where_another_was_begun_in_the_moment_in_which_it_gave_the_job_again(job: Job) -> None:
+    settings = ChannelSettings(address=job.coordinator.address)
+    client = Slower(settings)
+    client.settings = settings
+    link = real_link(job, "a", client=client)
+    link.wait_generation(after=0, timeout=60 * SECOND)
+    link.entered(1)
+    run = job.get().run
+    job.coordinator.kill()
+    job.coordinator.start()
+    assert link.wait_generation(after=1, timeout=60 * SECOND, mid_step=True).number == 2
+    assert link.refused is None
+    assert job.get().run == run
+    link.leave(LeaveReason.FINISHED)
 
 
 def test_a_generation_that_forms_slowly_says_who_has_not_come(

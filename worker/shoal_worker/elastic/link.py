@@ -384,6 +384,8 @@ class CoordinatorLink:
         except _RETRYABLE:
             return True
         except ShoalError as refused:
+            if refused.reason == "RUN_UNKNOWN":
+                return True  # others have just created it, in a run of their own: who joins with a generation brings this one back
             _log.warning("the coordinator has lost job %r, and does not take it again: %s", self.identity.job_id, refused)
             return False
         if created:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,6 +64,22 @@ def test_a_new_run_begins_with_fresh_values_and_those_of_the_last_two_runs_lie_a
         assert (server.data / "run").read_text().startswith("4:")
 
 
+def test_runs_that_fail_before_they_train_leave_what_the_last_one_learnt_where_it_is(cluster: Make) -> None:
+    running = cluster()
+    running.start_worker(epochs=1).result()
+    for number in (2, 3, 4, 5):
+        ended(running.servers)
+        for server in running.servers:
+            server.start()
+        assert running.begin_run().run.number == number
+        eventually(lambda: [server.alive for server in running.job().servers] == [True, True], "the servers to be in the run")
+        running.client.stop_job(running.job_id)
+    ended(running.servers)
+    for server in running.servers:
+        assert [folder.name for folder in server.data.glob("run-*")] == ["run-1"]
+        assert (server.data / "run-1" / "snapshot.safetensors").exists()
+
+
 def test_a_run_that_failed_is_resumed_with_its_servers_values_and_its_epoch(cluster: Make) -> None:
     running = cluster()
     worker = running.start_worker(epochs=2, hold_at=[40])  # in the second epoch
@@ -79,6 +96,24 @@ def test_a_run_that_failed_is_resumed_with_its_servers_values_and_its_epoch(clus
     assert [server.look().partitions for server in running.servers] == held
     resumed.go(0)
     assert resumed.result()["epochs"] == [1]
+
+
+def test_a_run_that_is_resumed_without_the_data_of_a_server_says_so(cluster: Make) -> None:
+    running = cluster()
+    worker = running.start_worker(epochs=2, hold_at=[40])
+    worker.wait_step(40)
+    assert "LOST" not in worker.process.said()
+    fail_job(running)
+    ended(running.servers)
+    lost, kept = running.servers
+    shutil.rmtree(lost.data)
+    for server in (lost, kept):
+        server.start()
+    running.begin_run(resume=True)
+    resumed = running.start_worker(epochs=2)
+    assert resumed.result()["epochs"] == [1]
+    assert re.findall(r"server (\d+) of a run that had begun held no values of (\d+) of its \2 partitions", resumed.process.said()) != []
+    assert resumed.process.said().count("had learnt there is LOST") == 1
 
 
 def test_after_a_failure_the_next_start_is_a_new_run_and_nothing_of_the_old_one_is_seen(cluster: Make) -> None:

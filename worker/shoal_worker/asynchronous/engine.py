@@ -171,7 +171,7 @@ class AsyncEngine(Engine):
         has_values = self.has_values()
         if not has_values:
             self._materialize()
-        self._require_servers().start(has_values=has_values)
+        self._require_servers().start(has_values=has_values, joins_late=self._joins_late)
         self._started = True
         if self._joins_late and not (self._handover is not None and self._handover.take()):
             _log.warning("no peer could give its registered state and schedule; those of this joiner begin anew")

@@ -141,15 +141,16 @@ class ServerLink:
         """
         self._persistence.insist("ConfigureOptimizer", self._configure)
 
-    def start(self, *, has_values: bool) -> None:
+    def start(self, *, has_values: bool, joins_late: bool = False) -> None:
         """Gives the server rank 0's values, unless it holds some already, and takes over what it holds.
 
-        `has_values`: this worker can give them. Raises PreconditionError if it is rank 0 and cannot; DeadlineError.
+        `has_values`: this worker can give them. `joins_late`: into a run that had begun, so that a server without values may have lost
+        what was trained: it says so. Raises PreconditionError if it is rank 0 and cannot; DeadlineError.
         """
         deadline = time.monotonic() + self._options.server_timeout.total_seconds()
         while not self._started:
             if self._job.rank == 0:
-                self._persistence.insist("Initialize", lambda: self._initialize_missing(has_values=has_values))
+                self._persistence.insist("Initialize", lambda: self._initialize_missing(has_values=has_values, joins_late=joins_late))
             try:
                 self._persistence.insist("Pull", self._pull_first_values)
             except DeadlineError as error:
@@ -330,14 +331,22 @@ class ServerLink:
         self._server.client.set_hyperparameters(self._job.job_id, revision=revision.number, hyperparameters=hyperparameters, groups=groups)
         self._revision = revision
 
-    def _initialize_missing(self, *, has_values: bool) -> None:
+    def _initialize_missing(self, *, has_values: bool, joins_late: bool) -> None:
         versions = {each.partition_id: each.version for each in self._server.client.get_server().partitions}
         missing = [each for each in self._server.partitions.values() if not versions.get(each.partition_id)]
         if missing and not has_values:
             raise PreconditionError(
                 "rank 0's parameters are on the meta device: its weights win, so it must have values", reason="VALUES_MISSING"
             )
-        self._initialize(missing)
+        results = self._initialize(missing)
+        if joins_late and not all(each.duplicate for each in results):
+            _log.warning(
+                "server %d of a run that had begun held no values of %d of its %d partitions, and got this new worker's: if the run had "
+                "trained, what it had learnt there is LOST. Stop the run, and give the server its data directory back, or begin a new run",
+                self.index,
+                len(missing),
+                len(self._server.partitions),
+            )
 
     def _pull_first_values(self) -> None:
         partitions = list(self._server.partitions.values())

@@ -74,9 +74,9 @@ class ParameterServers:
         """Sets optimizer and consistency on each server. Raises as `ServerLink.configure`."""
         self._each(ServerLink.configure)
 
-    def start(self, *, has_values: bool) -> None:
+    def start(self, *, has_values: bool, joins_late: bool = False) -> None:
         """Rank 0 gives the first values, if there are none yet; then the module has what the servers hold. Raises as `ServerLink.start`."""
-        self._each(lambda link: link.start(has_values=has_values))
+        self._each(lambda link: link.start(has_values=has_values, joins_late=joins_late))
         publish(self._tensors)
 
     def exchange(self, iteration: Iteration) -> Pushed:

@@ -61,7 +61,7 @@ def run_wanted(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
         return _next(draft, event)
     if number != newest:
         raise not_current(draft, RunId(number=number), draft.now)
-    if draft.phase not in (JobPhase.STOPPING, JobPhase.FINISHED):
+    if _goes_on(draft):
         _check_spec(draft, event.spec)
         return _granted(draft, begun=False)
     if event.resume:
@@ -74,21 +74,20 @@ def run_wanted(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
 def check_run(draft: Draft, event: OfRun) -> None:
     """Raises PreconditionError unless who did something belongs to the newest run; UnavailableError to a server that may yet.
 
-    A member that has worked in a run which Redis has lost makes it the newest again, if the job was created anew meanwhile and nobody has
-    trained in that.
+    A member that has worked in a run which Redis has lost makes it the newest again, as long as nobody has trained in a later one. A server
+    of such a run waits meanwhile: for those members, or, where no run goes on, for what is started next.
     """
-    if is_current(draft, event.run):
+    run, told = event.run, event.event
+    if is_current(draft, run):
         return
-    is_lost = find_past(draft, event.run) is None and event.run.number >= draft.run.number
-    untrained = draft.number == 0
-    if is_lost and untrained and isinstance(event.event, MemberJoined) and event.event.last_generation > 0:
-        draft.run_aliases = (*draft.run_aliases, draft.run)
-        draft.run = event.run
-        draft.reasons.append(f"Redis has lost run {event.run}, and members of it are there: it goes on")
-        return
-    if is_lost and untrained and isinstance(event.event, ServerRegistered):
-        raise UnavailableError(str(not_current(draft, event.run, draft.now)), reason=Refusal.RUN_UNKNOWN)
-    raise not_current(draft, event.run, draft.now)
+    if _may_come_back(draft, run):
+        if isinstance(told, MemberJoined) and told.last_generation > draft.number:
+            _bring_back(draft, run)
+            return
+        if isinstance(told, ServerRegistered):
+            reason = Refusal.RUN_UNKNOWN if _goes_on(draft) else Refusal.RUN_ENDED
+            raise UnavailableError(str(not_current(draft, run, draft.now)), reason=reason)
+    raise not_current(draft, run, draft.now)
 
 
 # ------------------------------------------------------------------------------------------------------------------ what begins
@@ -96,7 +95,7 @@ def check_run(draft: Draft, event: OfRun) -> None:
 
 def _next(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
     """The run after the newest one."""
-    if draft.phase not in (JobPhase.STOPPING, JobPhase.FINISHED):
+    if _goes_on(draft):
         if draft.members:
             raise PreconditionError(
                 f"run {draft.run} of job {draft.spec.job_id} goes on, with {len(draft.members)} members ({_members(draft)}): stop it "
@@ -107,7 +106,9 @@ def _next(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
         draft.stop_reason = f"nobody was in it any more, and run {draft.run.number + 1} was asked for"
     elif draft.members:
         return _ending(draft)
-    _begin(draft, event.spec, RunId(number=draft.run.number + 1, began_unix_ms=draft.now.unix_ms))
+    # Redis' clock may have gone back, and launchers' own job takes what began later for the newer one.
+    began_unix_ms = max(draft.now.unix_ms, draft.ended_unix_ms, draft.run.began_unix_ms + 1)
+    _begin(draft, event.spec, RunId(number=draft.run.number + 1, began_unix_ms=began_unix_ms))
     return _granted(draft, begun=True)
 
 
@@ -133,7 +134,7 @@ def _resume(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
 def _follow(draft: Draft, event: RunWanted, run: RunId) -> RunGranted | RunEnding:
     """Launchers' own job has the runs of the job that they start workers for."""
     if is_current(draft, run):
-        if draft.phase not in (JobPhase.STOPPING, JobPhase.FINISHED):
+        if _goes_on(draft):
             _check_spec(draft, event.spec)
             return _granted(draft, begun=False)
         if draft.members:
@@ -151,6 +152,28 @@ def _follow(draft: Draft, event: RunWanted, run: RunId) -> RunGranted | RunEndin
         )
     _begin(draft, event.spec, run)
     return _granted(draft, begun=True)
+
+
+def _may_come_back(draft: Draft, run: RunId) -> bool:
+    """Whether Redis has lost a run that is newer than all that it knows anybody to have trained in."""
+    known_ends = [past.ended_unix_ms for past in draft.past_runs]
+    if not _goes_on(draft):
+        known_ends.append(draft.ended_unix_ms)
+    unused = draft.is_fresh or (not _goes_on(draft) and not draft.members)
+    return unused and find_past(draft, run) is None and run.number >= draft.run.number and run.began_unix_ms >= max(known_ends, default=0)
+
+
+def _bring_back(draft: Draft, run: RunId) -> None:
+    if _goes_on(draft):
+        draft.run_aliases = (*draft.run_aliases, draft.run)
+        draft.run = run
+    else:
+        _begin(draft, draft.spec, run)
+    draft.reasons.append(f"Redis has lost run {run}, and members of it are there: it goes on")
+
+
+def _goes_on(draft: Draft) -> bool:
+    return draft.phase not in (JobPhase.STOPPING, JobPhase.FINISHED)
 
 
 def _begin(draft: Draft, spec: JobSpec, run: RunId) -> None:

@@ -8,7 +8,7 @@ import logging
 import secrets
 from datetime import timedelta
 
-from shoal_common.errors import InternalError, ShoalError, UnavailableError, UnknownResourceError
+from shoal_common.errors import InternalError, PreconditionError, ShoalError, UnavailableError, UnknownResourceError
 from shoal_common.tasks import end_tasks
 
 from shoal_coordinator.membership.effects import Record
@@ -88,6 +88,25 @@ class Jobs:
             raise UnavailableError(f"{granted.why}; ask again", reason=Refusal.RUN_ENDING)
         assert isinstance(granted, RunGranted)
         return False, granted
+
+    async def confirm(self, refusal: ShoalError, *, timeout_s: float) -> None:
+        """Sees that somebody may be told that its run is over, or not known: it ends then, or sets aside what it holds. Raises
+        UnavailableError where another coordinator knows better, or may.
+
+        To refuse writes nothing, so one that was cut off from Redis, or stopped for a while, would say what was true before."""
+        if refusal.reason not in (Refusal.RUN_ENDED, Refusal.RUN_UNKNOWN) or not isinstance(refusal, PreconditionError):
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._store.check_epoch()
+        except TimeoutError:
+            raise UnavailableError(
+                f"waited {timeout_s:g} s for Redis to say whether this coordinator still knows the newest of all runs; ask again",
+                reason=Refusal.STORAGE_UNAVAILABLE,
+            ) from None
+        except FencedError as error:
+            self._fail(error)
+            raise
 
     async def close(self, error: ShoalError) -> None:
         """Ends all streams with `error`, and all loops."""

@@ -116,6 +116,9 @@ class MemberSessions:
         except UnavailableError:
             told_to_ask_again = True
             raise
+        except ShoalError as refusal:
+            await self._jobs.confirm(refusal, timeout_s=self._request_timeout_s)
+            raise
         finally:
             job.withdraw(submitted)
 

@@ -61,8 +61,9 @@ _EVENT_ID: Final = re.compile(r"[0-9]{1,19}(-[0-9]{1,19})?")
 def parse_creation(message: pb.CreateJobRequest) -> RunWanted:
     """A job that is to be created, and which run of it."""
     run = parse_run(message.run)
-    if message.follow and (run is None or not run.began_unix_ms or message.resume):
-        raise InvalidRequestError("follow: expected the run to follow, with its number and when it began, and not resume")
+    # When it began is not known of a run that was under way with an older release.
+    if message.follow and (run is None or message.resume):
+        raise InvalidRequestError("follow: expected the run to follow, and not resume")
     return RunWanted(spec=parse_spec(message.spec), run=run, resume=message.resume, follow=message.follow)
 
 

@@ -89,6 +89,9 @@ class ServerSessions:
         submitted = job.request(event, done)
         try:
             await within(answer, self._request_timeout_s)
+        except ShoalError as refusal:
+            await self._jobs.confirm(refusal, timeout_s=self._request_timeout_s)
+            raise
         finally:
             job.withdraw(submitted)
 

@@ -128,7 +128,16 @@ class Member:
     """One session stream, held by this process: `kill` breaks it as the death of a process does."""
 
     def __init__(
-        self, job: Job, name: str, *, host: str = "h1", index: int = 0, last: int = 0, pid: int = 1, client: CoordinatorClient | None = None
+        self,
+        job: Job,
+        name: str,
+        *,
+        host: str = "h1",
+        index: int = 0,
+        last: int = 0,
+        pid: int = 1,
+        client: CoordinatorClient | None = None,
+        run: pb.RunId | None = None,
     ) -> None:
         self.job = job
         self.name = name
@@ -148,6 +157,7 @@ class Member:
             donor_key=DONOR_KEY,
             metrics_address="127.0.0.1:9",
             last_generation=last,
+            run=run,
         )
         self.say(pb.MemberMessage(join=join))
         self._stream = (client or job.client).join_session(iter(self._outgoing.get, None))
@@ -231,7 +241,7 @@ class Member:
 class Server:
     """One parameter server's session."""
 
-    def __init__(self, job: Job, name: str, *, pid: int = 1, incarnation: str = "") -> None:
+    def __init__(self, job: Job, name: str, *, pid: int = 1, incarnation: str = "", run: pb.RunId | None = None) -> None:
         self.seen: list[pb.ServerDirective] = []
         self.error: ShoalError | None = None
         self.ended = False
@@ -245,6 +255,7 @@ class Server:
             host="h",
             pid=pid,
             incarnation=incarnation,
+            run=run,
         )
         self._outgoing.put(pb.ServerMessage(register=register))
         self._stream = job.client.server_session(iter(self._outgoing.get, None))

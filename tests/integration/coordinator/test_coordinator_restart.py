@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -12,13 +13,13 @@ from pathlib import Path
 
 import pytest
 from shoal.launcher.ports import ReservedPort
-from shoal_common.errors import ShoalError, UnavailableError, UnknownResourceError
+from shoal_common.errors import PreconditionError, ShoalError, UnavailableError, UnknownResourceError
 from shoal_common.redis import EmbeddedRedis, connect
 from shoal_coordinator.server import serve
 from shoal_coordinator.settings import CoordinatorSettings
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from tests.integration.coordinator.harness import Coordinator, Job, create_job, eventually, ids
+from tests.integration.coordinator.harness import Coordinator, Job, Server, create_job, eventually, ids
 
 MakeCoordinator = Callable[..., Coordinator]
 
@@ -247,6 +248,51 @@ def test_changes_wait_while_redis_is_away_and_nothing_is_lost(make_coordinator: 
     finally:
         redis.close()
         reserved.close()
+
+
+def test_nobody_is_told_that_its_run_is_over_by_a_coordinator_that_may_not_know_the_newest(
+    make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis
+) -> None:
+    """A server would set aside what it holds, in the middle of its run: one that a newer coordinator knows."""
+    coordinator = make_coordinator("--redis", own_redis.url, "--request-timeout", "1s")
+    with coordinator.client(attempts=1) as client, connect(own_redis.url) as redis:
+        job = create_job(coordinator, client, together=1, parameter_servers=1)
+        (member,) = job.start("a")
+        member.generation()
+        newer = pb.RunId(number=2, began_unix_ms=redis.time()[0] * 1000)
+        refused = Server(job, "s0", run=newer).end()
+        assert isinstance(refused, PreconditionError)
+        assert refused.reason == "RUN_UNKNOWN"
+        process = redis.info("server")["process_id"]
+        os.kill(process, signal.SIGSTOP)
+        try:
+            for error in (Server(job, "s0", run=newer).end(), job.join("b", run=newer).end()):
+                assert isinstance(error, UnavailableError)
+                assert error.reason == "STORAGE_UNAVAILABLE"
+        finally:
+            os.kill(process, signal.SIGCONT)
+        job.close()
+
+
+def test_launchers_go_on_with_a_run_that_an_older_release_began(make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis) -> None:
+    """When it began is not known."""
+    coordinator = make_coordinator("--redis", own_redis.url)
+    with coordinator.client() as client, connect(own_redis.url) as redis:
+        client.create_job(pb.JobSpec(job_id="j", min_workers=1, max_workers=2))
+        coordinator.kill()
+        header = json.loads(redis.hget("shoal:{j}:state", "header"))
+        for name in ("run", "run_aliases", "past_runs", "run_above", "ended_unix_ms"):
+            del header[name]
+        redis.hset("shoal:{j}:state", "header", json.dumps({**header, "format": 3}))
+        coordinator.start()
+    with coordinator.client() as client:
+        for number in (1, 2):
+            client.run = None
+            client.run = client.create_job(pb.JobSpec(job_id="j", min_workers=1, max_workers=2)).run
+            assert client.run.number == number
+            launchers = client.create_job(pb.JobSpec(job_id="j.nodes", min_workers=1, max_workers=2), follow=True)
+            assert launchers.run.number == number
+            client.stop_job("j")
 
 
 def test_a_redis_that_lost_everything_is_filled_again_from_memory(make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis) -> None:

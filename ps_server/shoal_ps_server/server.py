@@ -78,8 +78,17 @@ async def serve(settings: PsServerSettings, stop: asyncio.Event) -> None:
             try:
                 return await _serve_run(settings, directory, stop)
             except AnotherRunError as error:
-                where = "nowhere: it has no data directory" if directory is None else str(directory.set_aside())
-                logger.warning("what this server holds is set aside, and it begins anew", extra={"why": error, "where": where})
+                logger.warning(
+                    "what this server holds is set aside, and it begins anew", extra={"why": error, "where": _set_aside(directory)}
+                )
+
+
+def _set_aside(directory: DataDirectory | None) -> str:
+    """Where it is, for people."""
+    if directory is None:
+        return "nowhere: it has no data directory"
+    folder = directory.set_aside()
+    return "nowhere: it held nothing" if folder is None else str(folder)
 
 
 async def _serve_run(settings: PsServerSettings, directory: DataDirectory | None, stop: asyncio.Event) -> None:

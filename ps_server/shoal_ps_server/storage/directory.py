@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from shoal_common.errors import ConfigurationError
+from shoal_common.errors import ConfigurationError, CorruptDataError
 from shoal_common.runs import Run
 
 from shoal_ps_server.storage.image import ServerImage
@@ -110,12 +110,22 @@ class DataDirectory:
             raise ConfigurationError(f"data_dir={self.path}: {error}; make room on its disk") from error
         self.run = run
 
-    def set_aside(self) -> Path:
-        """Puts what is in it into a folder of its own, of which the newest ones are kept; returns that. Raises ConfigurationError."""
+    def set_aside(self) -> Path | None:
+        """Puts what is in it into a folder of its own, of which the newest ones are kept; returns that. Raises ConfigurationError.
+
+        None: there was nothing. A run that ends before it has begun to train leaves no folder, or a few of them, as of a container that is
+        started again and again, would soon be all that is kept.
+        """
         number = 1 if self.run is None else self.run.number
         names = (f"{_ASIDE}{number}" + (f".{again}" if again else "") for again in itertools.count())
         name = next(name for name in names if not (self.path / name).exists())
         try:
+            if self._holds_nothing():
+                (self.path / _CLEARING).touch()
+                self._write(_RUN, "")
+                self._remove_all()
+                self.run, self._segments = None, None
+                return None
             self._write(_SETTING_ASIDE, name)
             self._finish_setting_aside()
             self._write(_RUN, "")
@@ -126,6 +136,15 @@ class DataDirectory:
             raise ConfigurationError(f"data_dir={self.path}: {error}; see to its disk, and to who may write there") from error
         self.run, self._segments = None, None
         return self.path / name
+
+    def _holds_nothing(self) -> bool:
+        """After `recover`: neither a snapshot nor a change is in it."""
+        if self.snapshot.exists() or self._segments is None:
+            return False
+        try:
+            return next(self._segments.records(0), None) is None
+        except CorruptDataError:
+            return False
 
     def _finish_setting_aside(self) -> None:
         """A server that died while it set something aside is no hindrance."""

@@ -54,6 +54,23 @@ def test_what_is_set_aside_is_whole_and_the_newest_two_are_kept(tmp_path: Path) 
         assert data.run is None
 
 
+def test_runs_that_stored_nothing_push_out_none_of_what_is_kept(tmp_path: Path) -> None:
+    """A container that is started again and again, and fails before it trains."""
+    with DataDirectory(tmp_path) as data:
+        data.note_run(FIRST)
+        fill(tmp_path, "a")
+        assert data.set_aside() == tmp_path / "run-1"
+        for number in (2, 3, 4):
+            data.note_run(Run(number=number, began_unix_ms=number))
+            data.recover(job_id="j", server_id="s")
+            data.segments.create(1, previous_end=0)
+            assert data.set_aside() is None
+            assert data.run is None
+            assert held(tmp_path) == []
+    assert [path.name for path in tmp_path.glob("run-*")] == ["run-1"]
+    assert held(tmp_path / "run-1") == ["a"] * 3
+
+
 @pytest.mark.parametrize("moved", [0, 1, 2, 3, 4])
 def test_a_kill_while_data_is_set_aside_is_made_good_by_the_next_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moved: int

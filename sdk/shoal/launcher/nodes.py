@@ -207,6 +207,8 @@ class SharedSite:
         """The job's run that goes on, or the next one; and a place among its launchers."""
         self._client.run, self.run = None, None
         settings = self._settings
+        if settings.run:
+            await asyncio.to_thread(self._check_run_before, settings.run)
         try:
             made = await self._create(self._job(), number=settings.run, resume=settings.resume)
         except PreconditionError as error:
@@ -217,12 +219,30 @@ class SharedSite:
         self.run = Run(number=made.run.number, began_unix_ms=made.run.began_unix_ms)
         self._before = _told_run(made)
         if made.begun and made.HasField("previous"):
-            self._note(f"{self._run_name} begins; {self._before}")
+            again = f"; with --run {made.previous.run.number} nothing would have begun"
+            is_again = made.previous.ending == pb.JOB_ENDING_COMPLETED and not settings.run
+            self._note(f"{self._run_name} begins; {self._before}" + again * is_again)
         elif self.run.number > 1 or settings.resume:
             self._note(f"{self._run_name} goes on here")
         if not self._settled:
             await self._create(self._nodes_job, follow=True)
             self._join()
+
+    def _check_run_before(self, number: int) -> None:
+        """Raises PreconditionError where launchers say that the run before goes on: the coordinator ends one that has no members, and a
+        plain script's workers are none."""
+        try:
+            before = self._client.get_job(self._settings.job_id, deadline=_CALL_DEADLINE)
+            nodes = self._client.get_job(self._nodes_job.job_id, deadline=_CALL_DEADLINE)
+        except ShoalError:
+            return  # away, and then creating the job waits for it; or it has no such job
+        hosts = sorted({member.host for member in nodes.members})
+        if hosts and nodes.run == before.run and before.run.number == number - 1 and before.phase in _GOING_ON:
+            raise PreconditionError(
+                f"run {before.run.number} of job {self._settings.job_id} goes on, with {len(nodes.members)} launchers "
+                f"({', '.join(hosts[:5])}{', ...' if len(hosts) > 5 else ''}): stop it before run {number}, or leave out --run to join it",
+                reason="RUN_UNDER_WAY",
+            )
 
     def _is_completed(self, number: int) -> bool:
         self._client.run = pb.RunId(number=number)
@@ -389,6 +409,7 @@ def _told_run(made: pb.CreateJobResponse) -> str:
     return f"run {past.run.number} {how} {ago_s} s ago" + (f" ({past.ending_reason})" if past.ending_reason else "")
 
 
+_GOING_ON: Final = (pb.JOB_PHASE_WAITING, pb.JOB_PHASE_RUNNING)
 _ENDINGS: Final = {
     pb.JOB_ENDING_COMPLETED: "was completed",
     pb.JOB_ENDING_STOPPED: "was stopped",

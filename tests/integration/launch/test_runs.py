@@ -19,6 +19,7 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 Shell = Any  # of tests/integration/conftest.py
 Command = Any
 
+REPOSITORY = Path(__file__).parents[3]
 PLAIN = "import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], flush=True)\n"
 
 
@@ -63,6 +64,36 @@ def test_a_plain_script_of_several_machines_runs_again_when_it_is_started_again(
     assert endings(endpoint) == ["completed"] * 2
 
 
+def test_another_run_does_not_begin_beside_a_plain_script_that_runs(shell: Shell, endpoint: str) -> None:
+    script = shell.script("import pathlib, time\nprint('here', flush=True)\nwhile not pathlib.Path('go').exists():\n    time.sleep(0.05)\n")
+    first = shell.start("run", "--nnodes", "1", "--rdzv-endpoint", endpoint, script)
+    first.wait_for(lambda: "here" in first.stdout, "its script")
+    status, _, err = shell.run("run", "--nnodes", "1", "--rdzv-endpoint", endpoint, "--run", "2", script)
+    assert status == 1
+    assert re.search(r"run 1 of job default goes on, with 1 launchers \(\S+\): stop it before run 2, or leave out --run to join it", err), (
+        err
+    )
+    (shell.directory / "go").touch()
+    assert first.wait() == 0, first.stderr
+    assert endings(endpoint) == ["completed"]
+
+
+def test_ranks_that_cannot_hold_the_model_are_refused_in_each_run(shell: Shell, endpoint: str) -> None:
+    """In a later run, too, these are the ranks that it begins with, not those that a death has left."""
+    script = shell.script(
+        f"import sys\nsys.path.insert(0, {str(REPOSITORY)!r})\n"
+        "import shoal\nfrom tests.unit.worker_strategies import mesh_models as models\nnet = models.make()\n"
+        "optimizer = models.OPTIMIZERS['adamw'](net.parameters())\n"
+        "model, optimizer = shoal.as_distributed(net, optimizer, strategy='tensor', tensor_parallel_size=2)\n"
+        "for x, y in shoal.ElasticDataLoader(models.data(), global_batch_size=models.BATCH):\n    model.train_step(x, y, models.loss_of)\n"
+    )
+    for number in (1, 2):
+        status, _, err = shell.run("run", "--nnodes", "1", "--rdzv-endpoint", endpoint, script)
+        assert status == 1
+        assert "1 rank(s) are fewer than the 2 that hold one replica" in err, (number, err)
+    assert endings(endpoint) == ["failed", "failed"]
+
+
 def test_a_job_that_failed_is_a_new_run_when_it_is_started_again(shell: Shell, endpoint: str, elastic_worker: Path) -> None:
     nodes = start_elastic(shell, endpoint, elastic_worker, "finish")
     (shell.directory / "raise-1").touch()
@@ -99,7 +130,9 @@ def test_a_launcher_that_comes_after_the_end_says_so_while_it_waits_for_the_othe
     late = shell.start(*flags, "--rdzv-conf", "join_timeout=12", elastic_worker, "finish")
     assert late.wait() == 1
     assert re.search(
-        r"run 2 of job default begins; run 1 was completed \d+ s ago \(member \S+ came to the end of its script\)", late.stderr
+        r"run 2 of job default begins; run 1 was completed \d+ s ago \(member \S+ came to the end of its script\); "
+        r"with --run 1 nothing would have begun",
+        late.stderr,
     )
     waiting = (
         r"for up to \d s more for the launchers of run 2 of job default: 1 of at least 2 are there \(\S+\), 1 more have to come; run 1 was"
@@ -163,7 +196,7 @@ def test_a_machine_that_is_started_again_early_waits_for_the_others_to_leave(she
 
 def compose_command(endpoint: str, script: Path, *arguments: object) -> list[str]:
     """What compose.yaml's workers run, with this test's coordinator and script in the place of a container's."""
-    text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", (Path(__file__).parents[3] / "compose.yaml").read_text())  # each variable's default
+    text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", (REPOSITORY / "compose.yaml").read_text())  # each variable's default
     command = yaml.safe_load(text)["services"]["worker"]["command"]
     assert command[0] == "shoal"
     assert command[-1] == "train.py"

@@ -93,8 +93,16 @@ def train(options: argparse.Namespace) -> None:
     asynchronous = options.strategy == "async_sgd"
     batches = {"batch_size": options.batch_size, "look_ahead": True} if asynchronous else {"global_batch_size": options.batch_size}
     loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(*log), **batches)
-    if options.checkpoints is not None:
-        shoal.resume(options.checkpoints)  # the rows too: the servers may have nothing yet, or rows of later steps
+
+    def show(when: str) -> None:
+        if shoal.rank() == 0:
+            reached = area_under_curve(model.predict(tuple(shown)).numpy(), held_out)
+            best = area_under_curve(probability, held_out)
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+            print(f"{when}: AUC {reached:.4f} of {best:.4f}; this worker's memory {peak} MiB at most", flush=True)
+
+    if options.checkpoints is not None and shoal.resume(options.checkpoints):  # the rows too: the servers may have none, or later ones
+        show("resumed")
     for epoch in loader.epochs(options.epochs):
         for *inputs, clicks in loader:
             if asynchronous and (upcoming := loader.peek()) is not None:  # under ddp the next rows are not there before this step is pushed
@@ -102,11 +110,7 @@ def train(options: argparse.Namespace) -> None:
             optimizer.zero_grad()
             nn.functional.binary_cross_entropy_with_logits(model(*inputs), clicks).backward()
             optimizer.step()
-        if shoal.rank() == 0:
-            reached = area_under_curve(model.predict(tuple(shown)).numpy(), held_out)
-            best = area_under_curve(probability, held_out)
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-            print(f"epoch {epoch}: AUC {reached:.4f} of {best:.4f}; this worker's memory {peak} MiB at most", flush=True)
+        show(f"epoch {epoch}")
         if options.checkpoints is not None:
             shoal.save_checkpoint(options.checkpoints)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -115,6 +116,9 @@ class Campaign:
                     waiting.remove(target)
                 else:
                     self._faults.has_ended(target)
+            for target in waiting:
+                if target.child is not None and target.waits_for_another_run:
+                    target.child.kill(signal.SIGTERM)  # there will be none
             self._faults.do_what_is_due()
             if time.monotonic() > deadline:
                 names = ", ".join(each.name for each in waiting)

@@ -74,3 +74,8 @@ class Target:
     def kind(self) -> str:
         """coordinator, server or worker."""
         return self.name.partition("-")[0]
+
+    @property
+    def waits_for_another_run(self) -> bool:
+        """A server that was started after the end of the run of what it holds, as its log says (docs/decisions/0205)."""
+        return self.kind == "server" and self.child is not None and "RUN_ENDED" in self.child.said()

@@ -93,12 +93,14 @@ def test_the_recommender_comes_near_to_what_its_log_allows(strategy: str) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "async_sgd"])
 def test_the_recommender_goes_on_from_a_checkpoint_as_if_its_servers_had_lived_on(tmp_path: Path, strategy: str) -> None:
+    """On other servers the model is what it was; what is trained from it depends on who came first under async_sgd alone."""
     options = ["--strategy", strategy, "--samples", "20000"]
-    through = run(*options, "--epochs", "3")
     saved = ["--checkpoints", str(tmp_path / "saved")]
-    parts = [*run(*options, *saved, "--epochs", "2"), *run(*options, *saved, "--epochs", "3", servers=1)]
-    assert [auc for auc, _ in parts] == pytest.approx([auc for auc, _ in through], abs=2e-3 if strategy == "ddp" else 2e-2)
-    assert len(parts) == 3
+    (_, before), (resumed, after) = run(*options, *saved, "--epochs", "2"), run(*options, *saved, "--epochs", "3", servers=1)
+    assert resumed[0] == pytest.approx(before[0], abs=1e-3 if strategy == "ddp" else 1e-2)  # the other worker may yet have pushed a little
+    assert after[0] > before[0]
+    if strategy == "ddp":
+        assert after[0] == pytest.approx(run(*options, "--epochs", "3")[-1][0], abs=2e-3)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from datetime import timedelta
+from functools import partial
 from typing import Final
 
 from shoal_common.bulk.area import SharedArea, is_supported
@@ -160,11 +161,12 @@ class BulkServer:
             task = asyncio.create_task(self._serve(connected, transport, context))
             self._serving[task] = False
             strangers[task] = None
-            task.add_done_callback(self._ended)
+            task.add_done_callback(partial(self._ended, connected))
             # Others have their turn: who connects all the time is accepted without waiting.
             await asyncio.sleep(_TURNED_AWAY_S if is_crowded else 0)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, connected: socket.socket, task: asyncio.Task[None]) -> None:
+        connected.close()  # a task that was cancelled before it began has not
         self._serving.pop(task, None)
         self._is_known(task)
 

@@ -77,6 +77,7 @@ class _Said:
     ready: bool = False
     spare: bool = False
     failure: pb.CollectiveFailure | None = None
+    last_step: int = 0
 
 
 class CoordinatorLink:
@@ -123,6 +124,7 @@ class CoordinatorLink:
         self._ready = False
         self._generation = 0
         self._spare = False
+        self._last_step = 0
         self._failure: pb.CollectiveFailure | None = None
         self._leaving: pb.Leave | None = None
         self._streams = 0
@@ -221,6 +223,12 @@ class CoordinatorLink:
         """This member has a rank and no part in the model: the run may end without it. Until it enters another generation."""
         with self._changed:
             self._spare = True
+            self._changed.notify_all()
+
+    def has_all(self, step: int) -> None:
+        """This member has come to its last step, as its progress tells: goes out at once, for peers wait to hear of it."""
+        with self._changed:
+            self._last_step = step
             self._changed.notify_all()
 
     def cannot_reach(self, ranks: Sequence[int]) -> None:
@@ -443,13 +451,11 @@ class CoordinatorLink:
                     message = pb.MemberMessage(collective_failure=said.failure)
                 elif self._leaving is not None and said.generation == self._generation:
                     message = pb.MemberMessage(leave=self._leaving)
-                elif (said.generation, said.spare) == (self._generation, self._spare) and self._changed.wait_for(
-                    lambda: self._unsaid(said), self._heartbeat_interval_s()
-                ):
+                elif self._is_told(said) and self._changed.wait_for(lambda: self._unsaid(said), self._heartbeat_interval_s()):
                     continue
                 else:
                     # At once after a generation was entered: the coordinator writes no border for others before all are in.
-                    said.generation, said.spare = self._generation, self._spare
+                    said.generation, said.spare, said.last_step = self._generation, self._spare, self._last_step
                     heartbeat = pb.Heartbeat(
                         generation=self._generation, progress=progress_message(self.progress()), out_of_reach=self._out_of_reach
                     )
@@ -459,10 +465,14 @@ class CoordinatorLink:
             if message.HasField("leave"):
                 return
 
+    def _is_told(self, said: _Said) -> bool:
+        """Of what heartbeats say, what others wait for."""
+        return (said.generation, said.spare, said.last_step) == (self._generation, self._spare, self._last_step)
+
     def _unsaid(self, said: _Said) -> bool:
         return (
             said.stream != self._streams
-            or (said.generation, said.spare) != (self._generation, self._spare)
+            or not self._is_told(said)
             or (self._ready and not said.ready)
             or self._failure is not said.failure
             or self._leaving is not None

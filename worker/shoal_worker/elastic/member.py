@@ -130,7 +130,8 @@ class Member(Protocol):
         ...
 
     def all_have(self, generation: Generation, apart_from: Collection[int], step: int) -> bool:
-        """Whether all of `generation`, but for these ranks of it, that belong to the run still are known to have committed `step`."""
+        """Whether all of `generation`, but for these ranks of it, that belong to the run still are known to have committed `step`, as
+        this rank has: it says so at once."""
         ...
 
     def last_departures(self) -> Sequence[str]:

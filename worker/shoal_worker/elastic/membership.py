@@ -305,6 +305,7 @@ class Membership:
 
     def all_have(self, generation: Generation, apart_from: Collection[int], step: int) -> bool:
         """See `Member`. As far as heartbeats have told; nothing is known while the coordinator is away."""
+        self.link.has_all(step)  # who asks has it
         try:
             job = self.link.client.get_job(self.link.identity.job_id, below_step=step)
             behind = [m for m in job.members if m.member_id != self.link.identity.member_id]

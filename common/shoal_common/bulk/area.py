@@ -19,8 +19,8 @@ from typing import Final, Self
 from shoal_common.bulk.frames import DATA_BYTES
 from shoal_common.errors import CorruptDataError
 
-PIECES: Final = 4
-"""One is filled and one emptied at a time; the others keep both sides from waiting. All together they fit into a processor's cache."""
+PIECES: Final = 3
+"""One is filled and one emptied at a time; the third keeps both sides from waiting. All together they fit into a processor's cache."""
 AREA_BYTES: Final = PIECES * DATA_BYTES
 
 _SIZE_SEALS: Final = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL, F_SEAL_SHRINK and F_SEAL_GROW of fcntl(2)

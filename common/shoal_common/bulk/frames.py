@@ -31,7 +31,7 @@ MAGIC: Final = b"SHOALBD1"
 TICKET_BYTES: Final = 32
 GREETING_BYTES: Final = len(MAGIC) + TICKET_BYTES
 
-DATA_BYTES: Final = 1 << 20
+DATA_BYTES: Final = 2 << 20
 """Payload of one frame of DATA: senders send no more, receivers take no more."""
 LARGEST_MESSAGE_BYTES: Final = 4 << 20
 """The longest protobuf message in a frame."""

@@ -139,7 +139,6 @@ class ServedConnection:
             room[:] = self._area.next_filled(nbytes)
             await self._send_bytes(head(Kind.FREE))
             upload.came(nbytes)
-        await asyncio.sleep(0)  # others have their turn
 
     async def pass_over(self) -> None:
         """Drops the rest of the payload at hand, if there is any."""

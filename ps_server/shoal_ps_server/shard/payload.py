@@ -23,6 +23,10 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.shard.layout import Bucket, PartitionSpec
 
 ID_BYTES: Final = 8
+_WITH_NORMS: Final = frozenset({torch.float32, torch.float64})
+"""Types whose products are summed in the type itself, and quickly."""
+_CALM_SQUARES: Final = 1e32
+"""A sum of squares so large is far from overflowing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +136,7 @@ class Upload:
 
     @property
     def largest(self) -> float:
-        """The largest magnitude among the `values`; 0 without elements. Raises as `values`."""
+        """The largest magnitude among the `values`, or a little more (`bound_of`); 0 without elements. Raises as `values`."""
         self.values()
         return self._largest
 
@@ -154,7 +158,7 @@ class Upload:
             return self._tensor
         values = self._decoded() if self._compressed else self._tensor
         if self._compressed:
-            self._largest = largest_of(values)
+            self._largest = bound_of(values)
         if not math.isfinite(self._largest):
             _check_finite(self.header, values)
         return values
@@ -174,10 +178,20 @@ class Upload:
 
     def _look_up_to(self, end: int) -> None:
         if end > self._seen:
-            found = largest_of(self._tensor[self._seen : end])
+            found = bound_of(self._tensor[self._seen : end])
             if not math.isnan(self._largest) and not found <= self._largest:  # also when it is nan
                 self._largest = found
             self._seen = end
+
+
+def bound_of(values: torch.Tensor) -> float:
+    """No magnitude is above it by more than rounding; it is the largest one where that is above 1e16 or so, nan where one is, and as a rule
+    the norm, which is read 4 times as quickly."""
+    if values.dtype in _WITH_NORMS:
+        squares = float(torch.dot(values, values))
+        if squares < _CALM_SQUARES:
+            return math.sqrt(squares)
+    return largest_of(values)
 
 
 def largest_of(values: torch.Tensor) -> float:

@@ -9,8 +9,8 @@ step, the same on all ranks that survive it.
   between two of them; who leaves), `phase` (where the script is in the run), `committed_state` (what is true after the last step).
 - A generation: `generation` and `group` (its ranks, connected), `formation` (makes the next one out of survivors and joiners), `reconcile`
   (what the ranks make of their standings), `joiner_state` and `transfer` (state that travels).
-- Membership: `member` is what the session asks of it; `membership` and `link` have it from the coordinator (`coordinator_messages`),
-  `fixed` where ranks are threads or MPI's.
+- Membership: `member` is what the session asks of it; `membership` and `link` have it from the coordinator (`coordinator_messages`;
+  `outbox`: what that is told), `fixed` where ranks are threads or MPI's.
 - Between steps: `operations` and `evaluation`.
 - Beside the model: `schedulers_and_scalers`, and `row_store` (rows of sparse tables, which servers hold).
 - Waiting: `waiting` (for what), `stall_watch` (whom this rank does not reach), `desync_detector` and `divergence` (ranks that have gone

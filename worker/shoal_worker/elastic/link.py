@@ -33,10 +33,11 @@ from shoal_common.errors import (
 )
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from shoal_worker.elastic.coordinator_messages import leave_message, parse_generation, parse_ranks, progress_message
+from shoal_worker.elastic.coordinator_messages import leave_message, parse_generation, parse_ranks
 from shoal_worker.elastic.generation import Generation, Peer
 from shoal_worker.elastic.loader_interface import Drained, StopTraining
 from shoal_worker.elastic.member import LeaveReason
+from shoal_worker.elastic.outbox import Outbox, failure_message
 from shoal_worker.elastic.progress import Progress
 from shoal_worker.elastic.waiting import WaitingLines
 
@@ -68,18 +69,6 @@ class MemberIdentity:
     metrics_address: str = ""
 
 
-@dataclass(kw_only=True)
-class _Said:
-    """What was said on one stream."""
-
-    stream: int
-    generation: int = 0
-    ready: bool = False
-    spare: bool = False
-    failure: pb.CollectiveFailure | None = None
-    last_step: int = 0
-
-
 class CoordinatorLink:
     """The membership of this process, as told by the coordinator."""
 
@@ -98,8 +87,6 @@ class CoordinatorLink:
         `on_stop_now`, when neither a border nor a generation will come any more, what this member is forming. `away_limit`: how long a
         wait for a generation goes on while the coordinator is away.
         """
-        self.progress: Callable[[], Progress] = Progress
-        """Asked for each heartbeat, on grpc's thread."""
         self.client = client
         """All that it asks is of this member's run."""
         self.identity = identity
@@ -107,6 +94,7 @@ class CoordinatorLink:
         self._on_stop_now = on_stop_now
         self._away_limit_s = away_limit.total_seconds()
         self._changed = threading.Condition()
+        self._outbox = Outbox(self._changed)
         self._welcome: pb.Welcome | None = None
         self._newest: Generation | None = None
         self._drain: str | None = None
@@ -117,17 +105,8 @@ class CoordinatorLink:
         self._finished_steps = 0
         self._standby: str | None = None
         self._notice = ""
-        self._out_of_reach: tuple[int, ...] = ()
-        self._in_reach = False
         self._apart_from = ""
         self._fatal: ShoalError | None = None
-        self._ready = False
-        self._generation = 0
-        self._spare = False
-        self._last_step = 0
-        self._failure: pb.CollectiveFailure | None = None
-        self._leaving: pb.Leave | None = None
-        self._streams = 0
         self._away_since: float | None = None
         self._away_s = 0.0
         self._ended = True
@@ -164,7 +143,7 @@ class CoordinatorLink:
     def ready(self) -> None:
         """Asks for a rank."""
         with self._changed:
-            self._ready = True
+            self._outbox.ready = True
             self._changed.notify_all()
 
     def wait_generation(self, *, after: int, timeout: timedelta, mid_step: bool = False) -> Generation:
@@ -210,34 +189,38 @@ class CoordinatorLink:
         next border does not help a rank that cannot come to that. `suspects`: ranks out of reach."""
         with self._changed:
             if self._newest is None or self._newest.interrupts_below <= generation:
-                self._failure = pb.CollectiveFailure(generation=generation, suspects=suspects, timed_out=timed_out, detail=detail[:1024])
+                self._outbox.failure = failure_message(generation, detail=detail, timed_out=timed_out, suspects=suspects)
                 self._changed.notify_all()
 
     def entered(self, generation: int) -> None:
         """This member works in `generation` from now on: goes out with the heartbeats."""
         with self._changed:
-            self._generation, self._spare = generation, False
+            self._outbox.generation, self._outbox.spare = generation, False
             self._changed.notify_all()
 
     def stands_by(self) -> None:
         """This member has a rank and no part in the model: the run may end without it. Until it enters another generation."""
         with self._changed:
-            self._spare = True
+            self._outbox.spare = True
             self._changed.notify_all()
+
+    def reports(self, progress: Callable[[], Progress]) -> None:
+        """`progress` is asked for each heartbeat from now on, on grpc's thread."""
+        self._outbox.progress = progress
 
     def has_all(self, step: int) -> None:
         """This member has come to its last step, as its progress tells: goes out at once, for peers wait to hear of it."""
         with self._changed:
-            self._last_step = step
+            self._outbox.last_step = step
             self._changed.notify_all()
 
     def cannot_reach(self, ranks: Sequence[int]) -> None:
         """Ranks of the generation that took no connection when this member looked, while its collective stood: goes out with heartbeats."""
-        self._out_of_reach = tuple(ranks)
+        self._outbox.out_of_reach = tuple(ranks)
 
     def reaches(self, reached: bool) -> None:
         """Whether the member that this one is kept apart from takes its connections again. Goes out with heartbeats."""
-        self._in_reach = reached
+        self._outbox.in_reach = reached
 
     @property
     def apart_from(self) -> str:
@@ -327,9 +310,9 @@ class CoordinatorLink:
         """Tells the coordinator goodbye and ends the session. Waits at most `timeout` until it has heard it; not while it is away: peers
         may wait for this process's group to end."""
         with self._changed:
-            if self._leaving is not None:
+            if self._outbox.leaving is not None:
                 return
-            self._leaving = leave_message(reason, detail, alone=alone, steps=steps)
+            self._outbox.leaving = leave_message(reason, detail, alone=alone, steps=steps)
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._ended or self._away_since is not None, timeout.total_seconds())
         self.client.close()
@@ -380,7 +363,7 @@ class CoordinatorLink:
                     self._fail(error)
                 return
             with self._changed:
-                self._changed.wait_for(lambda: self._leaving is not None, backoff.next_s())
+                self._changed.wait_for(lambda: self._outbox.leaving is not None, backoff.next_s())
 
     def _give_job_again(self, error: UnknownResourceError) -> bool:
         """The coordinator has lost all it knew, and this member was in the job: those that train are the job, and it goes on with them."""
@@ -412,70 +395,24 @@ class CoordinatorLink:
             self._changed.notify_all()
 
     def _messages(self) -> Iterator[pb.MemberMessage]:
-        """Outgoing messages of one stream, drawn by grpc's thread.
+        return self._outbox.messages(self._join, self._heartbeat_interval_s)
 
-        What a member has to say is kept as state, not as a queue, and each stream says all of it: a message that was drawn for a stream
-        that had just broken is said again on the next one.
-        """
+    def _join(self, works_in: int) -> pb.Join:
         identity, newest = self.identity, self._newest
-        with self._changed:
-            self._streams += 1
-            stream = self._streams
-        yield pb.MemberMessage(
-            join=pb.Join(
-                job_id=identity.job_id,
-                member_id=identity.member_id,
-                host=identity.host,
-                pid=identity.pid,
-                launcher_id=identity.launcher_id,
-                local_index=identity.local_index,
-                donor_address=identity.donor_address,
-                donor_key=identity.donor_key,
-                metrics_address=identity.metrics_address,
-                last_generation=newest.number if newest is not None else 0,
-                last_world_size=newest.world_size if newest is not None else 0,
-                works_in=self._generation,
-                run=self.client.run,
-            )
-        )
-        said = _Said(stream=stream)
-        while True:
-            with self._changed:
-                if stream != self._streams:
-                    return
-                if self._ready and not said.ready:
-                    said.ready = True
-                    message = pb.MemberMessage(ready=pb.Ready())
-                elif self._failure is not said.failure:
-                    said.failure = self._failure
-                    message = pb.MemberMessage(collective_failure=said.failure)
-                elif self._leaving is not None and said.generation == self._generation:
-                    message = pb.MemberMessage(leave=self._leaving)
-                elif self._is_told(said) and self._changed.wait_for(lambda: self._unsaid(said), self._heartbeat_interval_s()):
-                    continue
-                else:
-                    # At once after a generation was entered: the coordinator writes no border for others before all are in.
-                    said.generation, said.spare, said.last_step = self._generation, self._spare, self._last_step
-                    heartbeat = pb.Heartbeat(
-                        generation=self._generation, progress=progress_message(self.progress()), out_of_reach=self._out_of_reach
-                    )
-                    heartbeat.in_reach, heartbeat.spare = self._in_reach, self._spare
-                    message = pb.MemberMessage(heartbeat=heartbeat)
-            yield message
-            if message.HasField("leave"):
-                return
-
-    def _is_told(self, said: _Said) -> bool:
-        """Of what heartbeats say, what others wait for."""
-        return (said.generation, said.spare, said.last_step) == (self._generation, self._spare, self._last_step)
-
-    def _unsaid(self, said: _Said) -> bool:
-        return (
-            said.stream != self._streams
-            or not self._is_told(said)
-            or (self._ready and not said.ready)
-            or self._failure is not said.failure
-            or self._leaving is not None
+        return pb.Join(
+            job_id=identity.job_id,
+            member_id=identity.member_id,
+            host=identity.host,
+            pid=identity.pid,
+            launcher_id=identity.launcher_id,
+            local_index=identity.local_index,
+            donor_address=identity.donor_address,
+            donor_key=identity.donor_key,
+            metrics_address=identity.metrics_address,
+            last_generation=newest.number if newest is not None else 0,
+            last_world_size=newest.world_size if newest is not None else 0,
+            works_in=works_in,
+            run=self.client.run,
         )
 
     def _drains_now(self, mid_step: bool) -> bool:
@@ -500,8 +437,8 @@ class CoordinatorLink:
                 if self._newest is not None and generation.number <= self._newest.number:
                     return
                 self._newest = generation
-                self._standby, self._notice, self._out_of_reach = None, "", ()
-                self._apart_from, self._in_reach = "", False
+                self._standby, self._notice, self._outbox.out_of_reach = None, "", ()
+                self._apart_from, self._outbox.in_reach = "", False
             elif kind == "welcome":
                 self._welcome = directive.welcome
                 self.client.run = directive.welcome.run
@@ -562,7 +499,7 @@ class CoordinatorLink:
 
     def _over(self) -> bool:
         with self._changed:
-            return self._leaving is not None or self._fatal is not None
+            return self._outbox.leaving is not None or self._fatal is not None
 
     def _raise_if_over(self) -> None:
         if self._fatal is not None:

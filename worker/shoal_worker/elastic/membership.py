@@ -181,7 +181,7 @@ class Membership:
     def observe(self, progress: ProgressMeter) -> None:
         """`progress` is told to the coordinator. Before `join`."""
         self.waits = progress.waits
-        self.link.progress = lambda: dataclasses.replace(progress.snapshot(), busy_link=self._watch.busy_link if self._watch else None)
+        self.link.reports(lambda: dataclasses.replace(progress.snapshot(), busy_link=self._watch.busy_link if self._watch else None))
 
     @property
     def only_backend(self) -> str | None:

@@ -1,0 +1,60 @@
+"""What others wait to hear of goes out at once; all of it again on the next stream."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+from shoal_protos.v1 import coordinator_pb2 as pb
+from shoal_worker.elastic.coordinator_messages import leave_message
+from shoal_worker.elastic.member import LeaveReason
+from shoal_worker.elastic.outbox import Outbox, failure_message
+
+FOR_EVER_S = 10_000.0
+
+
+def stream(outbox: Outbox) -> Iterator[str]:
+    """The kinds of the messages of one, which are due before any interval is over."""
+    for message in outbox.messages(lambda works_in: pb.Join(works_in=works_in), lambda: FOR_EVER_S):
+        yield str(message.WhichOneof("message"))
+
+
+def test_what_others_wait_for_goes_out_before_the_next_heartbeat_is_due() -> None:
+    outbox = Outbox(threading.Condition())
+    said = stream(outbox)
+    assert next(said) == "join"
+    outbox.ready = True
+    assert next(said) == "ready"
+    outbox.generation = 1
+    assert next(said) == "heartbeat"
+    outbox.last_step = 40
+    assert next(said) == "heartbeat"
+    outbox.failure = failure_message(1, detail="x" * 5000, timed_out=False, suspects=[])
+    assert next(said) == "collective_failure"
+    outbox.leaving = leave_message(LeaveReason.FINISHED, "", alone=False, steps=40)
+    assert list(said) == ["leave"]
+
+
+def test_a_stream_that_waits_is_woken_by_a_change() -> None:
+    changed = threading.Condition()
+    outbox = Outbox(changed)
+    said = stream(outbox)
+    assert next(said) == "join"
+    heard: list[str] = []
+    waiting = threading.Thread(target=lambda: heard.append(next(said)))
+    waiting.start()
+    with changed:
+        outbox.last_step = 1
+        changed.notify_all()
+    waiting.join()
+    assert heard == ["heartbeat"]
+
+
+def test_another_stream_says_all_again_and_ends_the_one_before() -> None:
+    outbox = Outbox(threading.Condition())
+    outbox.ready, outbox.generation = True, 3
+    first = stream(outbox)
+    assert [next(first) for _ in range(3)] == ["join", "ready", "heartbeat"]
+    second = stream(outbox)
+    assert [next(second) for _ in range(3)] == ["join", "ready", "heartbeat"]
+    assert not list(first)

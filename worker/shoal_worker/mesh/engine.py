@@ -12,67 +12,30 @@ How the ranks are divided now is in `rank_mesh.py`, what this rank holds of the 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
+from shoal_common.errors import ConfigurationError, MembershipChanged
 from shoal_common.failpoints import failpoint
 from torch import nn
-from torch.autograd import Variable
-from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from shoal_worker.elastic.group import Channel, Group, LocalChannel
 from shoal_worker.elastic.loader_interface import Share, StepStatus
 from shoal_worker.elastic.step import CONTROL_LENGTH, Step
-from shoal_worker.engine.base import Loss, Setup, call_module, loss_of
 from shoal_worker.engine.failed_collectives import LosingStep
 from shoal_worker.engine.hidden_parameters import gradient_of, guard_parts, refuse_loading
-from shoal_worker.engine.parameters import check_shaped
-from shoal_worker.engine.partitioned import Closing, PartitionedEngine
+from shoal_worker.engine.partitioned import Closing
 from shoal_worker.mesh.gradients import MeshGradients
-from shoal_worker.mesh.layouts import Layouts, MeshPlan, template_of, whole_module, zeros
 from shoal_worker.mesh.parts import ModelParts
+from shoal_worker.mesh.passes import MeshPasses
 from shoal_worker.mesh.rank_mesh import RankMesh, alone
-from shoal_worker.pipelining.micro_batches import cut_batch
 from shoal_worker.sharding.collectives import IssuedCollectives
-from shoal_worker.sharding.execution import when_gradients_come
-from shoal_worker.tensor_parallel.context import DropoutRandomness
-from shoal_worker.tensor_parallel.region import loss_parallel
 
 
-class MeshEngine(PartitionedEngine[ModelParts, Closing]):
-    """A model that several ranks hold together."""
-
-    def __init__(self, setup: Setup, plan: MeshPlan) -> None:
-        super().__init__(setup)
-        check_shaped(self.module)
-        if self.config.deterministic:
-            raise ConfigurationError(
-                f"deterministic=True with strategy={self.strategy!r}: how a model is split changes the order of its own sums, so results "
-                "cannot be bitwise those of another number of ranks; leave it out, or take ddp, zero1, zero2, zero3 or fsdp"
-            )
-        own = self._options
-        dropout = own.get("dropout", DropoutRandomness.PER_SHARD)
-        if dropout not in list(DropoutRandomness):
-            raise ConfigurationError(f"dropout={dropout!r}: expected one of {', '.join(DropoutRandomness)}")
-        self._dropout = DropoutRandomness(dropout)
-        self._plan = plan
-        self._checkpointed = tuple(name for name, part in self.module.named_modules() if "forward" in part.__dict__)
-        """Names of modules whose activations are computed again: their forward passes stand in them, not in their classes."""
-        self._template = template_of(self.module, self.config, own, pipelined=plan.pipelined)
-        if plan.sharding is not None and plan.sharding.blocks is not None:
-            plan.sharding.blocks(self._template.module)  # raises for names that the model does not have
-        self.layouts = Layouts(plan, self._template)
-        self._mesh: RankMesh | None = None
-        """None until the first step, in a spare, and where laying it out has failed."""
-        self._in_passes = False
-        """Between a forward pass and its backward pass."""
-        self._standing_in: nn.Module | None = None
-        self._build()
+class MeshEngine(MeshPasses):
+    """The state and the steps of a model that several ranks hold together."""
 
     @property
     def _any_optimizer(self) -> bool:
@@ -97,12 +60,6 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         )
 
     @property
-    def _laid_out(self) -> RankMesh:
-        if self._mesh is None:
-            raise PreconditionError("the model is not laid out over the ranks: that happens when the first step begins")
-        return self._mesh
-
-    @property
     def _gradients(self) -> MeshGradients:
         return self._laid_out.gradients
 
@@ -120,143 +77,6 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
     def _commit_buffers(self) -> None:
         if self._mesh is not None:
             self._mesh.buffers.commit()
-
-    # ------------------------------------------------------------------------------------------------------------- training
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward pass, on all ranks of a replica together.
-
-        Raises:
-            ConfigurationError: in training, of a pipeline: only train_step can take a batch through it.
-        """
-        training = self._trains
-        if training and self.module.training and self._plan.pipelined:
-            raise ConfigurationError(
-                f"model(x) with strategy={self.strategy!r}: in training a pipeline takes a batch through both passes at once; "
-                "call loss = model.train_step(x, y, loss_fn) in the place of the forward pass, the loss and backward()"
-            )
-        # In a loop without a loader of Shoal's a spare waits here, where its next step begins.
-        begun = training and self.idle and self._session.step is None and self._begin_pass()
-        if self._ahead or (training and not begun and not self._begin_pass()):
-            return self._stand_in()(*args, **kwargs)
-        with self._passing():
-            if self._pipeline_here:
-                return self._through_pipeline(kwargs if kwargs and not args else args)
-            output = self.module(*args, **kwargs)
-        if training and self._parts is not None:
-            self._parts.hidden.show()
-            self._in_passes = True
-            when_gradients_come(output, lambda _: Variable._execution_engine.queue_callback(self._after_passes), mode="any")
-        return output
-
-    def _after_passes(self) -> None:
-        self._in_passes = False
-        self._held.hidden.hide()
-
-    def _begin_pass(self) -> bool:
-        """Before passes of training. True if they are part of a step."""
-        step = self._session.ensure_step()
-        if step is not self._session.step:
-            return False  # a joiner's pass ahead of its loop
-        if step.control is not None:
-            raise PreconditionError(
-                "the gradients of this step are reduced already, by train_step, clip_grad_norm_, synchronize_gradients or a GradScaler: do "
-                "all backward passes of a step before; to accumulate, give micro_batch_size= to the loader and loop over loader.steps()"
-            )
-        self._prepare_pass(step)
-        return True
-
-    def _prepare_pass(self, step: Step) -> None:
-        if self._mesh is not None and step.lost is None:
-            with LosingStep(self._session):
-                self._mesh.begin_pass(step)
-
-    def _take_pass(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor | None:
-        if self._plan.pipelined:
-            return self._train_in_pipeline(inputs, targets, loss_fn)
-        output = call_module(self._setup.model, inputs)
-        with self.loss_parallel():
-            loss = loss_of(output, targets, loss_fn)
-        loss.backward()
-        return loss
-
-    def _train_in_pipeline(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor | None:
-        if not self._begin_pass() or self._mesh is None:  # ahead of the loop, or the step was lost before the model was laid out
-            loss = loss_of(call_module(self._stand_in(), inputs), targets, loss_fn)
-            loss.backward()
-            return loss
-        count = self._template.pipeline.micro_batches
-        seeds = torch.randint(2**62, (count,)).tolist()  # the ranks of a replica draw alike
-        batches = cut_batch(inputs, targets, count=count, seeds=seeds)
-        step = self._session.step
-        if step is not None and step.weigh is not None:
-            weights = step.weigh([one.samples for one in batches])
-            batches = [dataclasses.replace(one, weight=weight) for one, weight in zip(batches, weights, strict=True)]
-        several = step is not None and step.in_micro_batches  # of which the closing tells but the mean
-        with LosingStep(self._session), self._passing():
-            return self._mesh.train_on(batches, None if loss_fn is None else self._within_region(loss_fn), everywhere=several)
-        return torch.zeros((), dtype=torch.float64)
-
-    @contextlib.contextmanager
-    def loss_parallel(self) -> Iterator[None]:
-        """See `ShardedModel`."""
-        tensor_mesh = self._mesh.tensor_mesh if self._mesh is not None else None
-        with loss_parallel(tensor_mesh) if tensor_mesh is not None and self._options.get("loss_parallel") else contextlib.nullcontext():
-            yield
-
-    def _within_region(self, loss_fn: Loss) -> Callable[[Any, Any], torch.Tensor]:
-        def loss(output: Any, targets: Any) -> torch.Tensor:
-            with self.loss_parallel():
-                return loss_fn(output, targets)
-
-        return loss
-
-    @torch.no_grad()
-    def predict(self, inputs: Any) -> Any:
-        """See `ShardedModel`. All ranks of a replica call it, with the same inputs, and get the same outputs."""
-        if self._ahead:
-            return call_module(self._stand_in().eval(), inputs)
-        with self._passing():
-            if self._pipeline_here:
-                return self._through_pipeline(inputs)
-            return pytree.tree_map_only(DTensor, DTensor.full_tensor, super().predict(inputs))
-
-    @contextlib.contextmanager
-    def _passing(self) -> Iterator[None]:
-        """While open, the module computes: nothing of its parameters is hidden."""
-        if self._parts is None or self._in_passes:
-            yield
-            return
-        self._parts.hidden.show()
-        try:
-            yield
-        finally:
-            self._parts.hidden.hide()
-
-    @property
-    def _ahead(self) -> bool:
-        """This process's script is not where its peers' are, and the model is laid out over them: they would not answer. Or a failure has
-        left it laid out over nobody, and the step is lost."""
-        return self.in_parts and (self._session.is_joining or self._mesh is None)
-
-    def _stand_in(self) -> nn.Module:
-        """What such a script computes with: nobody uses the answer. The module itself where it is whole."""
-        if not self.in_parts:
-            return self.module
-        if self._standing_in is None:
-            self._standing_in = self._whole_module(zeros(self._template))
-        return self._standing_in.train(self.module.training)
-
-    @property
-    def _pipeline_here(self) -> bool:
-        return self._mesh is not None and self._mesh.pipeline is not None and self.module is self._held.module
-
-    def _through_pipeline(self, inputs: Any) -> Any:
-        """In a step a failure is that of the step: nothing is raised into the user's loop, and the outputs are none that count. In an
-        operation between steps it is raised, and the operation done again."""
-        with LosingStep(self._session, raises_outside=True):
-            return self._laid_out.predict(inputs)
-        return call_module(self._stand_in(), inputs)
 
     # ------------------------------------------------------------------------------------------------------ for ShardedOptimizer
 
@@ -476,16 +296,6 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         self._held.forget_before()
 
     @property
-    def in_parts(self) -> bool:
-        """See `TrainingEngine`."""
-        return self._parts is not None and not self._parts.is_whole
-
-    @property
-    def idle(self) -> bool:
-        """This rank is a spare: no whole replica could be made with it."""
-        return self._parts is not None and self._parts.is_empty
-
-    @property
     def lacks_ranks(self) -> bool:
         """See `TrainingEngine`."""
         return self._parts is not None and self._parts.is_whole and self.layouts.too_few(self._session.world_size)
@@ -549,9 +359,6 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         """Makes `module` the one that passes compute with, and the one that `ShardedModel.module` is."""
         self.module = module
         self._setup.show(module)
-
-    def _whole_module(self, values: Mapping[str, torch.Tensor]) -> nn.Module:
-        return whole_module(self._template, values, self._held.unsaved(), self._session.device)
 
     def clone(self, remake: Callable[[nn.Module], nn.Module]) -> nn.Module:
         """See `Engine`: a plain module, as the user wrote it."""

@@ -23,7 +23,7 @@ from tests.history.lines import History, Violation
 from tests.history.modes import BOUND, Mode
 from tests.history.targets import Target
 from tests.history.verdict import Verdict, counts
-from tests.zygote.children import Zygote, eventually
+from tests.zygote.children import Child, Zygote, eventually
 
 _LOOK_S = 0.01
 """Between two looks at processes and files, which tell nobody when they change; every wait for them has a deadline."""
@@ -108,6 +108,7 @@ class Campaign:
         self._cluster.end_epoch()
         deadline = time.monotonic() + 2 * _PROGRESS_WITHIN_S
         waiting = [*self._cluster.workers, *self._cluster.servers]
+        asked: list[Child] = []
         while waiting and not self._unexpected:
             for target in [*waiting, self._cluster.coordinator]:
                 if target.child is None or not target.child.ended.is_set():
@@ -117,7 +118,8 @@ class Campaign:
                 else:
                     self._faults.has_ended(target)
             for target in waiting:
-                if target.child is not None and target.waits_for_another_run:
+                if target.child is not None and target.child not in asked and target.waits_for_another_run:
+                    asked.append(target.child)
                     target.child.kill(signal.SIGTERM)  # there will be none
             self._faults.do_what_is_due()
             if time.monotonic() > deadline:

@@ -1,0 +1,47 @@
+"""Scripts that other libraries are tested with, or that their users write, end under `shoal run` as under torchrun."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Shell = Any  # of tests/integration/conftest.py
+
+TRAINER = Path(__file__).parents[1] / "programs" / "trainer.py"
+IN_TWO = ("--standalone", "--nproc-per-node", "2")
+OFFLINE = {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
+
+
+def of_accelerate(name: str) -> Path:
+    """A script of its own tests. Not among those here: test_distributed_data_loop, which hangs on CPUs under torchrun as well."""
+    found = find_spec("accelerate")
+    assert found is not None
+    assert found.submodule_search_locations is not None
+    return Path(found.submodule_search_locations[0]) / "test_utils" / "scripts" / f"{name}.py"
+
+
+def endings(output: str) -> list[str]:
+    """What the ranks of TRAINER said last, without who said it."""
+    return sorted(line[line.index("ranks ") :] for line in output.splitlines() if "ranks " in line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["test_script", "test_sync", "test_ops"])
+def test_accelerates_own_scripts_pass(shell: Shell, name: str) -> None:
+    shell.environment.update(OFFLINE)
+    command = shell.start("run", *IN_TWO, of_accelerate(name))
+    assert command.wait() == 0, command.stderr + command.stdout
+
+
+@pytest.mark.slow
+def test_transformers_trainer_ends_with_the_same_weights_as_under_torchrun(shell: Shell) -> None:
+    shell.environment.update(OFFLINE)
+    here = shell.start("run", *IN_TWO, TRAINER, shell.directory / "here")
+    there = shell.start_program(sys.executable, "-m", "torch.distributed.run", *IN_TWO, TRAINER, shell.directory / "there")
+    assert (here.wait(), there.wait()) == (0, 0), here.stderr + there.stderr
+    assert len(endings(here.stdout)) == 2
+    assert endings(here.stdout) == endings(there.stdout)

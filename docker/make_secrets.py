@@ -1,7 +1,7 @@
 """Makes the secrets that compose.yaml mounts, in docker/secrets/: run once per cluster, by `make secrets`. Never overwrites one.
 
     tokens             the coordinator's and servers' table, `role: token` lines
-    admin_token, worker_token, server_token, viewer_token
+    admin_token, worker_token, server_token, viewer_token, reader_token
     redis_acl          users of Redis; only their passwords' hashes
     redis_url          the coordinator's, with its password
     redis_worker_url   the workers', who reach their rendezvous stores and nothing of the coordinator's
@@ -18,7 +18,7 @@ import secrets
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent / "secrets"
-ROLES = ("admin", "worker", "server", "viewer")
+ROLES = ("admin", "worker", "server", "viewer", "reader")
 
 # Keys and channels of shoal_worker.store: a generation's, and those of init_method="redis://".
 STORES = ("shoal:{*}:store:*", "shoal:{*}:group:*", "shoal:{*}:rendezvous*")

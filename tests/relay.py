@@ -6,7 +6,7 @@ import contextlib
 import random
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 THERE, BACK = 0, 1
@@ -17,8 +17,9 @@ _WAYS = ((THERE, BACK), (THERE,), (BACK,))
 class _Connection:
     """Two sockets, and a thread for each direction; the last thread closes both."""
 
-    def __init__(self, ends: tuple[socket.socket, socket.socket]) -> None:
+    def __init__(self, ends: tuple[socket.socket, socket.socket], tap: Callable[[bytes], None]) -> None:
         self._ends = ends
+        self._tap = tap
         self._gates = (threading.Event(), threading.Event())
         self._lock = threading.Lock()
         self._running = 2
@@ -52,6 +53,7 @@ class _Connection:
         source, sink = self._ends[way], self._ends[1 - way]
         with contextlib.suppress(OSError):  # closed by the other side, or dropped
             while data := source.recv(1 << 16):
+                self._tap(data)
                 self._gates[way].wait()
                 sink.sendall(data)
         self.drop()
@@ -63,9 +65,10 @@ class _Connection:
 
 
 class Relay:
-    """A link to `target`, host:port, which need not listen yet. A context manager."""
+    """A link to `target`, host:port, which need not listen yet. A context manager. `tap` is shown what goes by, in both directions."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, *, tap: Callable[[bytes], None] = lambda data: None) -> None:
+        self._tap = tap
         host, _, port = target.rpartition(":")
         self._target = (host, int(port))
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -145,6 +148,6 @@ class Relay:
             for end in (incoming, outgoing):
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
-                connection = _Connection((incoming, outgoing))
+                connection = _Connection((incoming, outgoing), self._tap)
                 connection.hold(self._held)
                 self._connections.append(connection)

@@ -9,36 +9,75 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import re
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Final
 
-from shoal_common.errors import AuthenticationError, ConfigurationError
+from shoal_common.errors import AuthenticationError, ConfigurationError, PermissionDeniedError
 
 BEARER: Final = "Bearer "
+_JOB_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class Role(StrEnum):
     """What a token's holder is. ADMIN may do everything; the others what each method's `allowed_roles` says."""
 
     ADMIN = "admin"
+    """Who operates the cluster: drains, stops, and all that the others may."""
     WORKER = "worker"
     SERVER = "server"
     VIEWER = "viewer"
+    """Who looks at jobs and metrics."""
+    READER = "reader"
+    """A viewer who may also read a model's values from the servers."""
 
 
 ANY_ROLE: Final = frozenset(Role)
 
+COMPANIONS: Final = (".nodes", ".torchrun")
+"""What follows a job's id in the ids of the jobs in which its launchers meet: who may act in a job may act in these."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who a token makes its bearer."""
+
+    role: Role
+    job: str | None = None
+    """The only job that it is for, with those in which that job's launchers meet; None: all."""
+
+    def may_touch(self, job_id: str) -> bool:
+        """Whether the token is for this job."""
+        return self.job is None or job_id == self.job or job_id in [self.job + suffix for suffix in COMPANIONS]
+
+    def check_job(self, job_id: str) -> None:
+        """Raises PermissionDeniedError (JOB_NOT_ALLOWED) unless the token is for this job."""
+        if not self.may_touch(job_id):
+            raise PermissionDeniedError(
+                f"this token of role {self.role} is for job {self.job!r}, not for {job_id!r}; use one that is for that job, or for all",
+                reason="JOB_NOT_ALLOWED",
+            )
+
+    def __str__(self) -> str:
+        return self.role if self.job is None else f"{self.role}@{self.job}"
+
+
+ANYONE: Final = Holder(Role.ADMIN)
+"""Who calls where no tokens are asked for."""
+
 
 class TokenTable:
-    """Which token has which role. Immutable, so threads may share it."""
+    """Which token has which role, in which job. Immutable, so threads may share it."""
 
     def __init__(self, roles: Mapping[str, Role | str] | None = None) -> None:
-        """From token -> role. Raises ConfigurationError for an unknown role or a token that no HTTP header can carry."""
-        self._roles: dict[bytes, Role] = {}
+        """From token -> role, or `role@job`. Raises ConfigurationError for an unknown role, a job that cannot be, or a token that no HTTP
+        header can carry."""
+        self._holders: dict[bytes, Holder] = {}
         for position, (token, role) in enumerate((roles or {}).items(), start=1):
             self._add(token, role, f"token {position}")
 
@@ -49,7 +88,8 @@ class TokenTable:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> TokenTable:
-        """From lines `role: token`; blank lines and lines starting with # are skipped. A file without tokens is refused."""
+        """From lines `role: token` or `role@job: token`; blank lines and lines starting with # are skipped. A file without tokens is
+        refused."""
         table = cls()
         try:
             lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -60,7 +100,7 @@ class TokenTable:
                 continue
             role, separator, token = line.partition(":")
             if not separator:
-                raise ConfigurationError(f"{os.fspath(path)}, line {number}: expected `role: token`, found no colon")
+                raise ConfigurationError(f"{os.fspath(path)}, line {number}: expected `role: token` or `role@job: token`, found no colon")
             table._add(token.strip(), role.strip(), f"{os.fspath(path)}, line {number}")
         if table.is_open:
             raise ConfigurationError(f"the token file {os.fspath(path)} holds no token; add a line `admin: TOKEN`, or give no file")
@@ -68,10 +108,10 @@ class TokenTable:
 
     @property
     def is_open(self) -> bool:
-        return not self._roles
+        return not self._holders
 
-    def role_of(self, authorization: str | None) -> Role:
-        """The role of an `authorization` header's value, `Bearer TOKEN`. Not for open tables, which have no roles.
+    def holder_of(self, authorization: str | None) -> Holder:
+        """Whose an `authorization` header's value is, `Bearer TOKEN`. Not for open tables, which know nobody.
 
         Raises AuthenticationError: TOKEN_MISSING or TOKEN_INVALID.
         """
@@ -81,29 +121,37 @@ class TokenTable:
         if scheme.lower() != BEARER.lower():
             raise AuthenticationError("the authorization is not of the form `Bearer TOKEN`")
         digest = _digest(token)
-        found: Role | None = None
+        found: Holder | None = None
         # No early exit: the time must not depend on which token matches.
-        for known, role in self._roles.items():
+        for known, holder in self._holders.items():
             if hmac.compare_digest(known, digest):
-                found = role
+                found = holder
         if found is None:
             raise AuthenticationError("the bearer token is not known here; ask for one from this cluster's token file")
         return found
 
     def _add(self, token: str, role: Role | str, where: str) -> None:
-        try:
-            parsed = Role(role)
-        except ValueError:
-            raise ConfigurationError(f"{where}: role {str(role)!r} is unknown; expected one of {', '.join(Role)}") from None
+        holder = _parse_holder(role, where)
         if not token or not token.isascii() or not token.isprintable() or " " in token:
             raise ConfigurationError(f"{where}: a token must be printable ASCII without spaces, and not empty")
         digest = _digest(token)
-        if self._roles.get(digest, parsed) != parsed:
-            raise ConfigurationError(f"{where}: this token has the role {self._roles[digest]} already; give each role its own")
-        self._roles[digest] = parsed
+        if self._holders.get(digest, holder) != holder:
+            raise ConfigurationError(f"{where}: this token has the role {self._holders[digest]} already; give each role its own")
+        self._holders[digest] = holder
 
     def __repr__(self) -> str:
-        return f"TokenTable({len(self._roles)} tokens)"
+        return f"TokenTable({len(self._holders)} tokens)"
+
+
+def _parse_holder(text: str, where: str) -> Holder:
+    role, separator, job = text.partition("@")
+    try:
+        parsed = Role(role)
+    except ValueError:
+        raise ConfigurationError(f"{where}: role {str(role)!r} is unknown; expected one of {', '.join(Role)}") from None
+    if separator and not _JOB_ID.fullmatch(job):
+        raise ConfigurationError(f"{where}: {text!r}: expected the id of a job after the @, as in worker@train-1")
+    return Holder(parsed, job or None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,28 +165,28 @@ class TlsSettings:
     """Its private key."""
 
     authority: Path | None = None
-    """The certificates that the other side's must be signed by; None for a client: the system's."""
+    """Client only: the certificates that the server's must be signed by; None: the system's."""
 
-    require_client_certificate: bool = False
-    """Server only: mutual TLS, clients must show a certificate signed by `authority`."""
+    client_authority: Path | None = None
+    """Server only: mutual TLS, clients must show a certificate signed by one of these; None: they need none."""
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
             given, missing = ("certificate", "key") if self.key is None else ("key", "certificate")
             raise ConfigurationError(f"TLS {given} is given without its {missing}; give both")
-        if self.require_client_certificate and self.authority is None:
-            raise ConfigurationError("require_client_certificate needs `authority`: the file with the certificates that sign clients'")
 
     def load(self) -> TlsMaterial:
         """Reads and checks the files, so that a wrong one is named here and not by a failing handshake. Raises ConfigurationError."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        if self.authority is not None:
-            _checked("authority", self.authority, lambda: context.load_verify_locations(self.authority))
+        for what, path in (("authority", self.authority), ("client authority", self.client_authority)):
+            if path is not None:
+                _checked(what, path, partial(context.load_verify_locations, path))
         if self.certificate is not None and self.key is not None:
             certificate, key = self.certificate, self.key
             # An encrypted key would make OpenSSL ask on the terminal.
             _checked("certificate and key", certificate, lambda: context.load_cert_chain(certificate, key, password=""))
-        return TlsMaterial(*(None if path is None else path.read_bytes() for path in (self.certificate, self.key, self.authority)))
+        paths = (self.certificate, self.key, self.authority, self.client_authority)
+        return TlsMaterial(*(None if path is None else path.read_bytes() for path in paths))
 
     def server_context(self) -> ssl.SSLContext:
         """Makes a context for sockets that are served without gRPC, with the RPCs' certificates and demands. Raises ConfigurationError."""
@@ -147,9 +195,9 @@ class TlsSettings:
         context.num_tickets = 0  # nobody resumes sessions
         if self.certificate is not None and self.key is not None:
             context.load_cert_chain(self.certificate, self.key)
-        if self.require_client_certificate:
+        if self.client_authority is not None:
             context.verify_mode = ssl.CERT_REQUIRED
-            context.load_verify_locations(self.authority)
+            context.load_verify_locations(self.client_authority)
         return context
 
     def client_context(self) -> ssl.SSLContext:
@@ -168,12 +216,13 @@ class TlsMaterial:
     certificate: bytes | None
     key: bytes | None
     authority: bytes | None
+    client_authority: bytes | None
 
     def __repr__(self) -> str:
         return "TlsMaterial(...)"
 
 
-def _checked(what: str, path: Path, load: Callable[[], None]) -> None:
+def _checked(what: str, path: Path, load: Callable[[], object]) -> None:
     try:
         load()
     except (OSError, ssl.SSLError) as error:

@@ -18,7 +18,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from shoal_common.errors import ConfigurationError, ShoalError, UnavailableError
-from shoal_common.redis import EmbeddedRedis
+from shoal_common.redis import EmbeddedRedis, with_authority
 from shoal_common.settings import Address
 from shoal_common.telemetry import configure_logging
 
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 @contextmanager
 def _own_redis(settings: CoordinatorSettings) -> Iterator[EmbeddedRedis | None]:
     """The server of our own that embedded:// asks for, started while the rest of the program is imported; None: somebody else runs it."""
-    url = settings.redis.get_secret_value()
+    url = settings.redis_url
     if urlsplit(url).scheme != "embedded":
         yield None
         return
@@ -76,7 +76,7 @@ async def _serve(settings: CoordinatorSettings, own_redis: EmbeddedRedis | None)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     if own_redis is None:
-        await serve(settings, settings.redis.get_secret_value(), stop)
+        await serve(settings, with_authority(settings.redis_url, settings.redis_ca), stop)
         return
     lost = asyncio.create_task(_lost(own_redis, stop))
     # Its password is of no use but for the stores of this coordinator's members.

@@ -125,11 +125,11 @@ def _servable(settings: CoordinatorSettings) -> ServerSettings:
     """Raises ConfigurationError for what could not be served. Called before the store is opened: that takes over from one that serves."""
     for address in (settings.listen, settings.http):
         address.check_free()
-    if settings.tls is not None:
-        settings.tls.load()
+    if (tls := settings.serving_tls) is not None:
+        tls.load()
     return ServerSettings(
         listen=str(settings.listen),
-        tls=settings.tls,
+        tls=tls,
         tokens=settings.token_table,
         insecure=settings.insecure,
         drain_timeout=settings.drain_timeout,

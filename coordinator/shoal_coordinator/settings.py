@@ -10,11 +10,11 @@ from typing import Annotated
 
 from pydantic import Field, SecretStr
 from pydantic_settings import SettingsConfigDict
-from shoal_common.security import TlsSettings, TokenTable
-from shoal_common.settings import Address, AddressField, Duration, ShoalSettings
+from shoal_common.credentials import ServiceSettings, add_service_flags, read_secret, refuse_password
+from shoal_common.settings import Address, AddressField, Duration
 
 
-class CoordinatorSettings(ShoalSettings):
+class CoordinatorSettings(ServiceSettings):
     """One coordinator. Flags win over the environment."""
 
     model_config = SettingsConfigDict(env_prefix="SHOAL_COORDINATOR_")
@@ -22,6 +22,13 @@ class CoordinatorSettings(ShoalSettings):
     redis: SecretStr = SecretStr("embedded://")
     """redis://[user:password@]host:port[/db] of the server that keeps all state; `embedded://` starts one of its own with temporary data,
     `embedded:///directory` one that keeps it. Members on other machines reach it if it has this machine's name: `embedded://host`."""
+
+    redis_file: Path | None = None
+    """File that holds the URL of `redis`, if it has a password; it counts before that one."""
+
+    redis_ca: Path | None = None
+    """Certificates (PEM) that the Redis server's must be signed by, where its URL is rediss://; None: the system's. Members get theirs
+    from their own `tls_ca`."""
 
     redis_patience: Duration = timedelta(seconds=30)
     """How long to wait at the start for Redis to answer."""
@@ -48,24 +55,6 @@ class CoordinatorSettings(ShoalSettings):
     job_retention: Annotated[Duration, Field(ge=timedelta(seconds=1))] = timedelta(days=1)
     """How long a job that nobody is in, finished or given up, is still known after its last change; at least 1s."""
 
-    tokens: Path | None = None
-    """File of `role: token` lines: who may call. None: everyone."""
-
-    tls_certificate: Path | None = None
-    """The coordinator's certificate chain (PEM); None: plain text."""
-
-    tls_key: Path | None = None
-    """Its private key (PEM)."""
-
-    tls_authority: Path | None = None
-    """Certificates (PEM) that clients' must be signed by, with `tls_require_client_certificate`."""
-
-    tls_require_client_certificate: bool = False
-    """Mutual TLS: clients must show a certificate signed by `tls_authority`."""
-
-    insecure: bool = False
-    """Allows a `listen` address that other machines can reach without TLS or without tokens."""
-
     port_file: Path | None = None
     """Where to write the bound addresses, as JSON, once serving."""
 
@@ -76,21 +65,9 @@ class CoordinatorSettings(ShoalSettings):
     """DEBUG, INFO, WARNING, ERROR or CRITICAL."""
 
     @property
-    def tls(self) -> TlsSettings | None:
-        """For serving; None: plain text."""
-        if self.tls_certificate is None and self.tls_key is None:
-            return None
-        return TlsSettings(
-            certificate=self.tls_certificate,
-            key=self.tls_key,
-            authority=self.tls_authority,
-            require_client_certificate=self.tls_require_client_certificate,
-        )
-
-    @property
-    def token_table(self) -> TokenTable:
-        """Who may call. Raises ConfigurationError when the file cannot be read."""
-        return TokenTable.open() if self.tokens is None else TokenTable.from_file(self.tokens)
+    def redis_url(self) -> str:
+        """The URL of `redis` or of `redis_file`. Raises ConfigurationError when that cannot be read."""
+        return self.redis.get_secret_value() if self.redis_file is None else read_secret(self.redis_file, "redis-file")
 
 
 def parse_command_line(arguments: Sequence[str] | None = None) -> CoordinatorSettings:
@@ -106,6 +83,8 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> CoordinatorSet
             "URL",
             "redis://HOST:PORT, or embedded://[HOST][/DIR] for one of its own, HOST for other machines (default: embedded://)",
         ),
+        ("--redis-file", "FILE", "file with the URL, where it has a password"),
+        ("--redis-ca", "FILE", "certificates (PEM) that the Redis server's must be signed by, with rediss:// (default: the system's)"),
         ("--redis-patience", "DURATION", "how long to wait for Redis at the start (default: 30s)"),
         ("--listen", "HOST:PORT", "address of the gRPC service (default: 127.0.0.1:0, a free port)"),
         ("--http", "HOST:PORT", "address of /metrics, /healthz and /sd (default: 127.0.0.1:0)"),
@@ -113,16 +92,15 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> CoordinatorSet
         ("--reconnect-grace", "DURATION", "how long a member whose stream broke may take to come back (default: 0s)"),
         ("--request-timeout", "DURATION", "how long a call waits for Redis (default: 5s)"),
         ("--job-retention", "DURATION", "how long a job that nobody is in is still known (default: 1d)"),
-        ("--tokens", "FILE", "lines `role: token`: who may call (default: everyone)"),
-        ("--tls-certificate", "FILE", "the coordinator's certificate chain (PEM)"),
-        ("--tls-key", "FILE", "its private key (PEM)"),
-        ("--tls-authority", "FILE", "certificates that clients' must be signed by (PEM)"),
         ("--port-file", "FILE", "written once serving: the bound addresses as JSON"),
         ("--drain-timeout", "DURATION", "how long calls may go on after SIGTERM (default: 5s)"),
         ("--log-level", "LEVEL", "DEBUG, INFO, WARNING, ERROR or CRITICAL (default: INFO)"),
     ):
         parser.add_argument(flag, metavar=metavar, help=text)
+    add_service_flags(parser, calls=False)
     parser.add_argument("--share-store-credentials", action="store_true", default=None, help="tell members the Redis URL as it is")
-    parser.add_argument("--tls-require-client-certificate", action="store_true", default=None, help="mutual TLS")
-    parser.add_argument("--insecure", action="store_true", default=None, help="serve other machines without TLS or tokens")
-    return CoordinatorSettings.load(**vars(parser.parse_args(arguments)))
+    given = parser.parse_args(arguments)
+    file = "put the URL into a file that only you can read, and give --redis-file FILE (or set SHOAL_COORDINATOR_REDIS)"
+    refuse_password("--redis", given.redis, file)
+    refuse_password("--store-url", given.store_url, "set SHOAL_COORDINATOR_STORE_URL")
+    return CoordinatorSettings.load(**vars(given))

@@ -24,10 +24,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from shoal_common.errors import ConfigurationError, CorruptDataError, InternalError, InvalidRequestError, UnavailableError
 from shoal_common.failpoints import failpoint
-from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.rpc.server import RpcServer, ServerSettings
 from shoal_common.runs import Run
-from shoal_common.settings import secret_value
 from shoal_common.tasks import end_tasks
 from shoal_common.telemetry import HttpServer, serve_metrics
 
@@ -190,7 +188,7 @@ class ParameterServer:
             changes=self._changes,
             state=self._state,
             wake=self._membership.wake,
-            channel=self._channel_settings,
+            channel=settings.channel,
             metrics=self._metrics,
         )
         self._mover = Mover(
@@ -203,7 +201,7 @@ class ParameterServer:
         share = BulkShare.of_this_process()
         tickets = Tickets(most_together=share.connections)
         self._bulk = BulkServer(
-            tickets=tickets, transfers=transfers, metrics=self._metrics, tls=settings.tls, most_strangers=share.strangers
+            tickets=tickets, transfers=transfers, metrics=self._metrics, tls=settings.serving_tls, most_strangers=share.strangers
         )
         self._servicer = ParameterServerServicer(
             identity=self._identity,
@@ -227,7 +225,6 @@ class ParameterServer:
             with_backups=lambda: self._standing.with_backups,
             check_place=self._standing.check,
             metrics=self._metrics,
-            tokens=settings.token_table,
             configuration=recovered.configuration,
         )
         self._session: CoordinatorSession | None = None
@@ -249,8 +246,11 @@ class ParameterServer:
                 register=self._servicer.register,
                 allowed_roles=ALLOWED_ROLES,
                 metrics_registry=self._registry,
+                job=self._settings.job,
             )
-            http = stack.enter_context(serve_metrics(str(self._settings.http), self._registry, tokens=self._settings.token_table))
+            http = stack.enter_context(
+                serve_metrics(str(self._settings.http), self._registry, tokens=self._settings.token_table, job=self._settings.job)
+            )
             self._open_journal()
             stack.push_async_callback(self._changes.close)
             self._bulk.start(self._settings.listen.host, self._settings.bulk_port)
@@ -261,7 +261,7 @@ class ParameterServer:
             stack.callback(self._membership.stop)
             stack.callback(self._pulls.stop)
             stack.callback(self._backup.stop)
-            coordinator = self._channel_settings(str(self._settings.coordinator))
+            coordinator = self._settings.channel(str(self._settings.coordinator))
             self._session = CoordinatorSession(coordinator, self._registration(grpc_port, http), self)
             stack.push_async_callback(self._session.close)
             self._write_port_file(grpc_port, http)
@@ -486,15 +486,11 @@ class ParameterServer:
         settings = self._settings
         return ServerSettings(
             listen=str(settings.listen),
-            tls=settings.tls,
+            tls=settings.serving_tls,
             tokens=settings.token_table,
             insecure=settings.insecure,
             drain_timeout=settings.drain_timeout,
         )
-
-    def _channel_settings(self, address: str) -> ChannelSettings:
-        settings = self._settings
-        return ChannelSettings(address=address, tls=settings.tls, token=secret_value(settings.token))
 
     def _registration(self, grpc_port: int, http: HttpServer) -> Registration:
         return this_process(

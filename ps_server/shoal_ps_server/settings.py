@@ -8,12 +8,12 @@ import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field, SecretStr, StringConstraints
+from pydantic import Field, StringConstraints, model_validator
 from pydantic_settings import SettingsConfigDict
-from shoal_common.security import TlsSettings, TokenTable
-from shoal_common.settings import Address, AddressField, Duration, ShoalSettings
+from shoal_common.credentials import CallerSettings, RefusedToken, ServiceSettings, add_service_flags
+from shoal_common.settings import Address, AddressField, Duration
 
 
 class Fsync(enum.StrEnum):
@@ -30,8 +30,9 @@ class Fsync(enum.StrEnum):
 _Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 
-class PsServerSettings(ShoalSettings):
-    """One server. Flags win over the environment."""
+class PsServerSettings(ServiceSettings, CallerSettings):
+    """One server. Flags win over the environment. It calls the coordinator and the job's other servers with the certificate that it serves
+    with, and with a token of role server."""
 
     model_config = SettingsConfigDict(env_prefix="SHOAL_PS_SERVER_")
 
@@ -71,27 +72,6 @@ class PsServerSettings(ShoalSettings):
     staging_memory: Annotated[int, Field(ge=16 << 20)] = 1 << 30
     """Bytes of pushed partitions that are not applied yet; a member has at most a quarter of them."""
 
-    tokens: Path | None = None
-    """File of `role: token` lines: who may call. None: everyone."""
-
-    token: SecretStr | None = None
-    """This server's own bearer token, towards the coordinator; role server."""
-
-    tls_certificate: Path | None = None
-    """This server's certificate chain (PEM); None: plain text."""
-
-    tls_key: Path | None = None
-    """Its private key (PEM)."""
-
-    tls_authority: Path | None = None
-    """Certificates (PEM) that the coordinator's must be signed by, and clients' with `tls_require_client_certificate`."""
-
-    tls_require_client_certificate: bool = False
-    """Mutual TLS: clients must show a certificate signed by `tls_authority`."""
-
-    insecure: bool = False
-    """Allows a `listen` address that other machines can reach without TLS or without tokens."""
-
     port_file: Path | None = None
     """Where to write the bound addresses, as JSON, once serving."""
 
@@ -104,22 +84,13 @@ class PsServerSettings(ShoalSettings):
     log_level: str = "INFO"
     """DEBUG, INFO, WARNING, ERROR or CRITICAL."""
 
-    @property
-    def tls(self) -> TlsSettings | None:
-        """For serving, and towards the coordinator; None: plain text."""
-        if self.tls_certificate is None and self.tls_key is None and self.tls_authority is None:
-            return None
-        return TlsSettings(
-            certificate=self.tls_certificate,
-            key=self.tls_key,
-            authority=self.tls_authority,
-            require_client_certificate=self.tls_require_client_certificate,
-        )
-
-    @property
-    def token_table(self) -> TokenTable:
-        """Who may call. Raises ConfigurationError when the file cannot be read."""
-        return TokenTable.open() if self.tokens is None else TokenTable.from_file(self.tokens)
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        if self.tls_ca is not None and self.tls_cert is None and not self.insecure:
+            raise ValueError(
+                "tls_ca without tls_cert: this server would call others over TLS and serve in plain text; give it a certificate"
+            )
+        return self
 
     def advertised(self, port: int) -> str:
         """host:port for workers, given the port that was bound."""
@@ -156,17 +127,12 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> PsServerSettin
         ("--journal-limit", "BYTES", "of the journal, before a snapshot takes its place (default: 512 MiB)"),
         ("--snapshot-interval", "DURATION", "time between snapshots, 0s for none but at SIGTERM (default: 1m)"),
         ("--staging-memory", "BYTES", "for pushes on their way, a quarter of it for one worker (default: 1 GiB)"),
-        ("--tokens", "FILE", "lines `role: token`: who may call (default: everyone)"),
-        ("--token", "TOKEN", "this server's own token; better in the environment"),
-        ("--tls-certificate", "FILE", "this server's certificate chain (PEM)"),
-        ("--tls-key", "FILE", "its private key (PEM)"),
-        ("--tls-authority", "FILE", "certificates that the other side's must be signed by (PEM)"),
         ("--port-file", "FILE", "written once serving: the bound addresses as JSON"),
         ("--drain-timeout", "DURATION", "how long calls may go on after SIGTERM (default: 10s)"),
         ("--threads", "N", "threads of torch's arithmetic (default: 1)"),
         ("--log-level", "LEVEL", "DEBUG, INFO, WARNING, ERROR or CRITICAL (default: INFO)"),
     ):
         parser.add_argument(flag, metavar=metavar, help=text)
-    parser.add_argument("--tls-require-client-certificate", action="store_true", default=None, help="mutual TLS")
-    parser.add_argument("--insecure", action="store_true", default=None, help="serve other machines without TLS or tokens")
+    add_service_flags(parser, calls=True)
+    parser.add_argument("--token", action=RefusedToken, help=argparse.SUPPRESS)
     return PsServerSettings.load(**vars(parser.parse_args(arguments)))

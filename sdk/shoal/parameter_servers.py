@@ -48,7 +48,7 @@ _PASSING: Final = frozenset({"TENSORS_UNDECLARED", "STALE_SHARD_MAP", "SHARD_MAP
 class ModelReader:
     """Reads a job's model from its parameter servers, again and again; what has not changed is not sent again.
 
-    A token of role viewer is enough. Nobody waits for a reader, and it is no member of the job. Any thread may call; calls come one after
+    A token of role reader is enough. Nobody waits for a reader, and it is no member of the job. Any thread may call; calls come one after
     the other. A context manager.
     """
 

@@ -47,6 +47,7 @@ class SimulatedDonor:
         self._serving: list[Connection] = []
         self.address = f"{process.name}:1"
         self.key = f"key of {process.name}"
+        self.is_secure = False
         process.world.donors[self.address] = self
 
     @property
@@ -87,7 +88,12 @@ class SimulatedDonor:
 
 
 def take_state(
-    addresses: Sequence[str], nonce: str, *, timeout: timedelta, guard: Callable[[Any], None] = lambda connection: None
+    addresses: Sequence[str],
+    nonce: str,
+    *,
+    timeout: timedelta,
+    keys: Sequence[str] = (),
+    guard: Callable[[Any], None] = lambda connection: None,
 ) -> tuple[Any, int]:
     """In the place of `transfer.take_state`."""
     failpoint("transfer.before_taking")

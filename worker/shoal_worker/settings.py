@@ -13,18 +13,19 @@ from datetime import timedelta
 from pathlib import Path
 
 from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 from shoal_common.bulk.transport import Transport
+from shoal_common.credentials import CallerSettings, read_secret
 from shoal_common.errors import ConfigurationError
-from shoal_common.security import TlsSettings
+from shoal_common.redis import with_authority
 
 
 def _default_host() -> str:
     return socket.gethostname()
 
 
-class WorkerSettings(BaseSettings):
-    """`SHOAL_...` variables of one worker process."""
+class WorkerSettings(CallerSettings):
+    """`SHOAL_...` variables of one worker process. Its token is of role worker."""
 
     model_config = SettingsConfigDict(env_prefix="SHOAL_", frozen=True, extra="ignore")
 
@@ -44,16 +45,12 @@ class WorkerSettings(BaseSettings):
     """Name of this machine: ranks of one host are adjacent, and on one host `interface` may be loopback."""
     interface: str | None = None
     """Address on which this worker's peers reach it; None: that of the route to the coordinator."""
-    token: str | None = None
-    """Bearer token of the worker role."""
-    tls_authority: Path | None = None
-    """CA certificate (PEM) that signed the services' certificates; None: plain text."""
-    tls_certificate: Path | None = None
-    """This worker's own certificate (PEM), for mutual TLS."""
-    tls_key: Path | None = None
-    """Its private key (PEM)."""
     store_url: str | None = None
     """Redis of the rendezvous stores, if other than what the coordinator tells."""
+    store_url_file: Path | None = None
+    """File that holds that URL, where it has a password."""
+    redis_ca: Path | None = None
+    """Certificates (PEM) that the server of the rendezvous stores must be signed by, where its URL is rediss://; None: the system's."""
     metrics_listen: str | None = None
     """host:port to serve /metrics on (port 0: any); None: no metrics are served."""
     member_file: Path | None = None
@@ -78,12 +75,11 @@ class WorkerSettings(BaseSettings):
     away_timeout_s: float = Field(default=86400.0, gt=0)
     """Longest wait for a coordinator that is away, where training cannot go on without it. It does not count as waiting for a rank."""
 
-    @property
-    def tls(self) -> TlsSettings | None:
-        """Towards the services; None: plain text."""
-        if self.tls_authority is None and self.tls_certificate is None:
-            return None
-        return TlsSettings(authority=self.tls_authority, certificate=self.tls_certificate, key=self.tls_key)
+    def store_at(self, told: str) -> str:
+        """Returns the Redis URL of the rendezvous stores: this worker's own, else the one that the coordinator has told it. Raises
+        ConfigurationError: a file with it cannot be read."""
+        own = self.store_url if self.store_url_file is None else read_secret(self.store_url_file, "SHOAL_STORE_URL_FILE")
+        return with_authority(own or told, self.redis_ca)
 
     @property
     def rendezvous_timeout(self) -> timedelta:

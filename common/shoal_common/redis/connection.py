@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final
-from urllib.parse import SplitResult, urlsplit, urlunsplit
+from urllib.parse import SplitResult, urlencode, urlsplit, urlunsplit
 
 import redis
 import redis.asyncio
@@ -88,6 +89,16 @@ async def connect_async(
         await client.aclose()
         raise _refused(settings, error) from error
     return client
+
+
+def with_authority(url: str, authority: Path | None) -> str:
+    """The URL of a server with TLS (rediss://), whose certificate `authority` must have signed; other URLs as they are. None: as it says
+    itself, or one of the system's."""
+    parts = _split(url)
+    if authority is None or parts.scheme != "rediss" or "ssl_ca_certs=" in parts.query:
+        return url
+    query = "&".join(filter(None, (parts.query, urlencode({"ssl_ca_certs": str(authority)}))))
+    return urlunsplit(parts._replace(query=query))
 
 
 def redacted(url: str) -> str:

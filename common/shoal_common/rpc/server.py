@@ -96,10 +96,12 @@ class RpcServer:
         register: Callable[[grpc.aio.Server], None],
         allowed_roles: Mapping[str, frozenset[Role]],
         metrics_registry: CollectorRegistry,
+        job: str | None = None,
     ) -> None:
         """`service_name`: "shoal.v1.Coordinator". `register` adds the servicer. `allowed_roles`: for each full method,
         "/shoal.v1.Coordinator/CreateJob", the roles besides ADMIN that may call it; ConfigurationError unless it names exactly the
-        service's methods, so that none is left open or shut by oversight."""
+        service's methods, so that none is left open or shut by oversight. `job`: the only job that the service is for, so that a token
+        for another one opens nothing; None: it is for many, and its handlers ask `caller()`."""
         _check_completeness(service_name, allowed_roles)
         self.draining = asyncio.Event()
         """Set when a drain begins: long-lived streams should end by themselves."""
@@ -109,7 +111,7 @@ class RpcServer:
         self._interceptors = (
             ServerMetricsInterceptor(metrics_registry),
             ErrorInterceptor(),
-            AuthInterceptor(settings.tokens, allowed_roles),
+            AuthInterceptor(settings.tokens, allowed_roles, job=job),
         )
         self._health = health_aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
@@ -177,8 +179,8 @@ def _credentials(tls: TlsSettings | None) -> grpc.ServerCredentials | None:
     material = tls.load()
     return grpc.ssl_server_credentials(
         [(material.key, material.certificate)],
-        root_certificates=material.authority,
-        require_client_auth=tls.require_client_certificate,
+        root_certificates=material.client_authority,
+        require_client_auth=tls.client_authority is not None,
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from typing import Any, Final
 
 import grpc
@@ -15,7 +16,7 @@ import grpc.aio
 from shoal_common.errors import AuthenticationError, PermissionDeniedError, ShoalError
 from shoal_common.rpc.handlers import surrounded, with_behaviour
 from shoal_common.rpc.status import abort, as_shoal_error
-from shoal_common.security import ANY_ROLE, Role, TokenTable
+from shoal_common.security import ANY_ROLE, ANYONE, Holder, Role, TokenTable
 
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]]
 
@@ -52,43 +53,57 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return surrounded(handler, errors_to_statuses, parse_inside=True)
 
 
+_caller: ContextVar[Holder] = ContextVar("caller", default=ANYONE)
+
+
+def caller() -> Holder:
+    """Who makes the call that is being handled. Only within a handler."""
+    return _caller.get()
+
+
 class AuthInterceptor(grpc.aio.ServerInterceptor):
     """Lets a call through when its bearer token's role may make it. Health checks are open; reflection is for any known token.
 
     Stands inside ErrorInterceptor: it refuses by raising. With an open token table everyone may do everything.
     """
 
-    def __init__(self, tokens: TokenTable, allowed_roles: Mapping[str, frozenset[Role]]) -> None:
+    def __init__(self, tokens: TokenTable, allowed_roles: Mapping[str, frozenset[Role]], *, job: str | None = None) -> None:
+        """`job`: see RpcServer."""
         self._tokens = tokens
         self._allowed_roles = allowed_roles
+        self._job = job
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler | None:
         handler = await continuation(handler_call_details)
-        if handler is None or self._tokens.is_open:
+        if handler is None or self._tokens.is_open or handler_call_details.method.startswith(_HEALTH):
             return handler
-        refusal = self._refusal(handler_call_details)
-        if refusal is None:
-            return handler
-        return _refusing(handler, refusal)
+        try:
+            holder = self._admitted(handler_call_details)
+        except ShoalError as refusal:
+            return _refusing(handler, refusal)
 
-    def _refusal(self, details: grpc.HandlerCallDetails) -> ShoalError | None:
+        @asynccontextmanager
+        async def named(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+            _caller.set(holder)  # in the call's own task
+            yield
+
+        return surrounded(handler, named)
+
+    def _admitted(self, details: grpc.HandlerCallDetails) -> Holder:
         method = details.method
-        if method.startswith(_HEALTH):
-            return None
         authorizations = [value for key, value in details.invocation_metadata or () if key == "authorization"]
         if len(authorizations) > 1:
-            return AuthenticationError(f"{len(authorizations)} authorization headers; send one")
-        try:
-            role = self._tokens.role_of(authorizations[0] if authorizations else None)
-        except AuthenticationError as error:
-            return error
+            raise AuthenticationError(f"{len(authorizations)} authorization headers; send one")
+        holder = self._tokens.holder_of(authorizations[0] if authorizations else None)
         allowed = ANY_ROLE if method.startswith(_REFLECTION) else self._allowed_roles.get(method, frozenset())
-        if role is Role.ADMIN or role in allowed:
-            return None
-        expected = ", ".join(sorted({*allowed, Role.ADMIN}))
-        return PermissionDeniedError(f"a token of role {role} may not call {method}; use one of role {expected}")
+        if holder.role is not Role.ADMIN and holder.role not in allowed:
+            expected = ", ".join(sorted({*allowed, Role.ADMIN}))
+            raise PermissionDeniedError(f"a token of role {holder.role} may not call {method}; use one of role {expected}")
+        if self._job is not None:
+            holder.check_job(self._job)
+        return holder
 
 
 def _refusing(handler: grpc.RpcMethodHandler, refusal: ShoalError) -> grpc.RpcMethodHandler:

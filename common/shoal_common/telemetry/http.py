@@ -22,8 +22,8 @@ from urllib.parse import parse_qsl, urlsplit
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from shoal_common.errors import AuthenticationError, ConfigurationError, ShoalError, UnavailableError
-from shoal_common.security import TokenTable
+from shoal_common.errors import AuthenticationError, ConfigurationError, PermissionDeniedError, ShoalError, UnavailableError
+from shoal_common.security import Holder, TokenTable
 from shoal_common.settings import Address, parse_address
 
 logger = logging.getLogger(__name__)
@@ -106,11 +106,13 @@ def serve_metrics(
     routes: Mapping[str, Route] | None = None,
     unhealthy: Callable[[], str | None] = lambda: None,
     tokens: TokenTable | None = None,
+    job: str | None = None,
 ) -> HttpServer:
     """Serves until closed. `listen`: host:port, port 0 picks one (`.port`).
 
     `unhealthy` answers /healthz: None for 200, else the reason, sent with 503. `tokens`, unless open, are asked for on every path but
-    /healthz, any role. ConfigurationError when the address cannot be bound.
+    /healthz, any role. `job`: the only one that the pages show; None: they show all, and a token that is for one job is not enough.
+    ConfigurationError when the address cannot be bound.
     """
     address = parse_address(listen)
     table: dict[str, Route] = {
@@ -123,6 +125,7 @@ def serve_metrics(
     class Handler(_Handler):
         routes = table
         tokens = required
+        only_job = job
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True
@@ -146,6 +149,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _REQUEST_TIMEOUT_S
     routes: Mapping[str, Route]
     tokens: TokenTable | None
+    only_job: str | None
 
     def do_GET(self) -> None:
         parts = urlsplit(self.path)
@@ -167,16 +171,26 @@ class _Handler(BaseHTTPRequestHandler):
             return HttpResponse.text(f"no such page; there are {', '.join(sorted(self.routes))}", status=HTTPStatus.NOT_FOUND)
         try:
             if self.tokens is not None and request.path != "/healthz":
-                self.tokens.role_of(request.headers.get("authorization"))
+                self._admit(self.tokens.holder_of(request.headers.get("authorization")))
             return route(request)
         except AuthenticationError as error:
             return HttpResponse.text(str(error), status=HTTPStatus.UNAUTHORIZED)
+        except PermissionDeniedError as error:
+            return HttpResponse.text(str(error), status=HTTPStatus.FORBIDDEN)
         except UnavailableError as error:
             return HttpResponse.text(str(error), status=HTTPStatus.SERVICE_UNAVAILABLE)
         except Exception as error:
             logger.exception("an HTTP route failed", extra={"path": request.path})
             known = str(error) if isinstance(error, ShoalError) else f"{type(error).__name__}; the log says more"
             return HttpResponse.text(f"{request.path} failed: {known}", status=HTTPStatus.INTERNAL_SERVER_ERROR)
+
+    def _admit(self, holder: Holder) -> None:
+        if self.only_job is not None:
+            holder.check_job(self.only_job)
+        elif holder.job is not None:
+            raise PermissionDeniedError(
+                f"this page shows all jobs, and the token is for job {holder.job!r} alone", reason="JOB_NOT_ALLOWED"
+            )
 
     def log_message(self, format: str, *arguments: Any) -> None:
         logger.debug(format, *arguments)

@@ -6,6 +6,7 @@ import re
 from typing import Final
 
 from shoal_common.errors import ConfigurationError, InvalidRequestError
+from shoal_common.rpc.server_interceptors import caller
 from shoal_common.settings import parse_address
 
 LARGEST_INT64: Final = (1 << 63) - 1
@@ -15,9 +16,10 @@ _JOB_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def job_id(value: str) -> str:
-    """A job's id."""
+    """A job's id. Raises PermissionDeniedError where the caller's token is for another job: every request names its job here."""
     if not _JOB_ID.fullmatch(value):
         raise wrong("job_id", value, "1 to 64 characters of A-Z a-z 0-9 . _ -, starting with a letter or digit")
+    caller().check_job(value)
     return value
 
 

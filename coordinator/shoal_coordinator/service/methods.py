@@ -29,7 +29,7 @@ _ROLES: Final[Mapping[str, frozenset[Role]]] = {
     "StopJob": frozenset(),
     "ServerSession": frozenset({Role.SERVER}),
     "DeclareTensors": frozenset({Role.WORKER}),
-    "GetShardMap": frozenset({Role.WORKER, Role.SERVER, Role.VIEWER}),
+    "GetShardMap": ANY_ROLE,
     "LeaseBatches": frozenset({Role.WORKER}),
     "WatchEvents": ANY_ROLE,
 }

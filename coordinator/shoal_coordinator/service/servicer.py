@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 from shoal_common.errors import PreconditionError
+from shoal_common.rpc.server_interceptors import caller
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_coordinator.membership import runs
@@ -78,8 +79,9 @@ class CoordinatorServicer:
         return responses.job_message(job.state, job.pulses, now.unix_ms, now_ms=now.ms, member_id=member_id, below_step=below_step)
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: Any) -> pb.ListJobsResponse:  # noqa: N802
-        """All jobs, by id."""
-        return pb.ListJobsResponse(jobs=[responses.summary_message(state) for state in self._jobs.states()])
+        """All jobs that the caller's token is for, by id."""
+        states = (state for state in self._jobs.states() if caller().may_touch(state.spec.job_id))
+        return pb.ListJobsResponse(jobs=[responses.summary_message(state) for state in states])
 
     async def ReportExit(self, request: pb.ReportExitRequest, context: Any) -> pb.ReportExitResponse:  # noqa: N802
         """A launcher saw a process end."""

@@ -19,10 +19,9 @@ from prometheus_client import CollectorRegistry
 from shoal_common.backoff import Backoff
 from shoal_common.errors import CorruptDataError, InternalError, ShoalError, UnavailableError
 from shoal_common.failpoints import failpoint
-from shoal_common.rpc.channel import ChannelSettings, aio_channel
+from shoal_common.rpc.channel import aio_channel
 from shoal_common.rpc.status import from_rpc_error
 from shoal_common.runs import Run
-from shoal_common.settings import secret_value
 from shoal_common.tasks import end_tasks
 from shoal_common.telemetry import serve_metrics
 from shoal_protos.v1 import parameter_server_pb2 as pb
@@ -81,9 +80,11 @@ class Standby:
         primary of what it had before and cannot read, and InternalError when it is made one though a change could not be made.
         """
         async with AsyncExitStack() as stack:
-            http = stack.enter_context(serve_metrics(str(self._settings.http), self._registry, tokens=self._settings.token_table))
+            http = stack.enter_context(
+                serve_metrics(str(self._settings.http), self._registry, tokens=self._settings.token_table, job=self._settings.job)
+            )
             session = CoordinatorSession(
-                ChannelSettings(address=str(self._settings.coordinator), tls=self._settings.tls, token=secret_value(self._settings.token)),
+                self._settings.channel(str(self._settings.coordinator)),
                 this_process(
                     self._settings, address="", metrics_address=self._settings.advertised_http(http.port), run=self._directory.run
                 ),
@@ -196,7 +197,7 @@ class Standby:
     async def _follow_primary(self, place: Place, backoff: Backoff) -> None:
         """One stream. Raises why it ended."""
         await self._kept()
-        settings = ChannelSettings(address=place.primary_address, tls=self._settings.tls, token=secret_value(self._settings.token))
+        settings = self._settings.channel(place.primary_address)
         channel = aio_channel(settings)
         begin = pb.FollowBegin(job_id=self._settings.job, server_id=self._settings.server_id, epoch=place.epoch, format=FORMAT_VERSION)
         stream = _Stream(begin)

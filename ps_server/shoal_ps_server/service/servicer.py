@@ -17,7 +17,8 @@ import grpc.aio
 from shoal_common.bulk.transport import Transport
 from shoal_common.errors import PermissionDeniedError, PreconditionError, UnavailableError, UnknownResourceError
 from shoal_common.failpoints import failpoint
-from shoal_common.security import ANY_ROLE, Role, TokenTable
+from shoal_common.rpc.server_interceptors import caller
+from shoal_common.security import ANY_ROLE, Role
 from shoal_common.server_optimizers import Unit
 from shoal_common.wire import CHUNK_BYTES, encode_pull_chunk
 from shoal_protos.v1 import parameter_server_pb2 as pb
@@ -63,10 +64,10 @@ ALLOWED_ROLES: Final[Mapping[str, frozenset[Role]]] = {
     f"/{SERVICE}/SetHyperparameters": _WORKERS,
     f"/{SERVICE}/Initialize": _WORKERS,
     f"/{SERVICE}/Push": _WORKERS,
-    f"/{SERVICE}/Pull": _WORKERS | {Role.VIEWER},  # who looks on, and is no member
-    f"/{SERVICE}/ReadRows": _WORKERS | {Role.VIEWER},
+    f"/{SERVICE}/Pull": _WORKERS | {Role.READER},  # who looks on, and is no member
+    f"/{SERVICE}/ReadRows": _WORKERS | {Role.READER},
     f"/{SERVICE}/RestoreRows": _WORKERS,
-    f"/{SERVICE}/OpenData": _WORKERS | {Role.VIEWER},
+    f"/{SERVICE}/OpenData": _WORKERS | {Role.READER},
     f"/{SERVICE}/AdvanceClock": _WORKERS,
     f"/{SERVICE}/Snapshot": _WORKERS,
     f"/{SERVICE}/Follow": frozenset({Role.SERVER}),
@@ -108,7 +109,6 @@ class ParameterServerServicer:
         with_backups: Callable[[], bool],
         check_place: Callable[[], Awaitable[None]],
         metrics: Metrics,
-        tokens: TokenTable,
         configuration: Configuration | None,
     ) -> None:
         """`receiver` makes what takes partitions over, given what configures this server as another one is. `check_place` raises
@@ -133,7 +133,6 @@ class ParameterServerServicer:
         self._tasks: set[asyncio.Task[bool]] = set()
         """Changes of the configuration that are on their way."""
         self._metrics = metrics
-        self._tokens = tokens
         if configuration is not None:
             membership.consistency = configuration.consistency
 
@@ -180,7 +179,7 @@ class ParameterServerServicer:
     async def pull(self, request: pb.PullRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         """Pull."""
         with self._metrics.counting_refusals("Pull"):
-            self._check_onlooker(request.member_id, context)
+            self._check_onlooker(request.member_id)
         async with aclosing(self._transfers.pull(request, Transport.GRPC)) as answers:
             async for header, reading in answers:
                 for chunk in _pull_chunks(header, reading):
@@ -206,7 +205,7 @@ class ParameterServerServicer:
         with self._metrics.counting_refusals("OpenData"):
             check_job(request.job_id, self._identity.job_id)
             member_id = parse_member(request.member_id) if request.member_id else ""
-            self._check_onlooker(member_id, context)
+            self._check_onlooker(member_id)
             ticket = self._tickets.issue(member_id, asyncio.get_running_loop().time())
             return pb.OpenDataResponse(ticket=ticket, tcp_port=self._bulk.port, memory_name=self._bulk.memory_name)
 
@@ -330,14 +329,11 @@ class ParameterServerServicer:
                 retry_after=MOVING_RETRY,
             )
 
-    def _check_onlooker(self, member_id: str, context: grpc.aio.ServicerContext) -> None:
+    def _check_onlooker(self, member_id: str) -> None:
         """Who may only look speaks for no member: it would hold others up."""
-        if self._tokens.is_open or not member_id:
-            return
-        authorization = next((value for key, value in context.invocation_metadata() or () if key == "authorization"), None)
-        if self._tokens.role_of(authorization) is Role.VIEWER:
+        if member_id and caller().role is Role.READER:
             raise PermissionDeniedError(
-                f"member_id={member_id!r}: a token of role viewer may pull, but as nobody's member; leave member_id empty"
+                f"member_id={member_id!r}: a token of role reader may pull, but as nobody's member; leave member_id empty"
             )
 
     async def _first_configuration(self, optimizer: OptimizerSettings, consistency: Consistency) -> bool:

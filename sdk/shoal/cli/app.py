@@ -12,13 +12,16 @@ from typing import Annotated
 
 import typer
 from shoal_common.errors import ConfigurationError, ShoalError
+from shoal_common.process_secrets import take_secrets
 
+from shoal.cli.certs import certs
 from shoal.cli.control import drain, kill, stop
 from shoal.cli.coordinate import coordinate
 from shoal.cli.demo import demo
 from shoal.cli.events import events
 from shoal.cli.jobs import jobs
 from shoal.cli.logs import logs
+from shoal.cli.options import with_credentials
 from shoal.cli.run import run
 from shoal.cli.status import status
 from shoal.cli.submit import submit
@@ -33,18 +36,21 @@ app = typer.Typer(
     context_settings={"token_normalize_func": lambda token: token.replace("_", "-"), "help_option_names": ["-h", "--help"]},
 )
 # What follows the script is the script's own, flags too.
-app.command(context_settings={"allow_interspersed_args": False})(run)
+app.command(context_settings={"allow_interspersed_args": False})(with_credentials(run))
 app.command(context_settings={"allow_interspersed_args": False})(up)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False})(submit)
-app.command()(jobs)
-app.command(context_settings={"allow_interspersed_args": False})(coordinate)
-app.command()(status)
-app.command()(top)
-app.command()(events)
-app.command()(logs)
-app.command()(drain)
-app.command()(stop)
-app.command()(kill)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False})(
+    with_credentials(submit)
+)
+app.command()(with_credentials(jobs))
+app.command(context_settings={"allow_interspersed_args": False})(with_credentials(coordinate))
+app.command()(certs)
+app.command()(with_credentials(status))
+app.command()(with_credentials(top))
+app.command()(with_credentials(events))
+app.command()(with_credentials(logs))
+app.command()(with_credentials(drain))
+app.command()(with_credentials(stop))
+app.command()(with_credentials(kill))
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(demo)
 
 
@@ -70,3 +76,4 @@ def _root(
     ] = False,
 ) -> None:
     """Elastic distributed training for PyTorch."""
+    take_secrets()  # before anything is started that could inherit them

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Final, get_type_hints
 
 import typer
 
@@ -50,9 +54,7 @@ FromScratch = Annotated[
 ]
 Coordinator = Annotated[
     str | None,
-    typer.Option(
-        help="HOST:PORT of the coordinator, its token in SHOAL_TOKEN. Default: that of the newest cluster here.", envvar="SHOAL_COORDINATOR"
-    ),
+    typer.Option(help="HOST:PORT of the coordinator. Default: that of the newest cluster here.", envvar="SHOAL_COORDINATOR"),
 ]
 Job = Annotated[str | None, typer.Option(help="The job's id. Default: the only one there.", envvar="SHOAL_JOB_ID")]
 Rank = Annotated[int, typer.Argument(help="A rank, as `shoal status` shows it.", min=0, show_default=False)]
@@ -62,3 +64,41 @@ RankOrServer = Annotated[
         metavar="RANK|SERVER", help="A rank, or the id of a parameter server, as `shoal status` shows them.", show_default=False
     ),
 ]
+
+
+# ---------------------------------------------------------------------------------------------- how a command shows itself to a cluster
+
+
+def _file(flag: str, text: str) -> Any:
+    variable = "SHOAL_" + flag.removeprefix("--").replace("-", "_").upper()
+    return Annotated[Path | None, typer.Option(flag, help=f"{text} Default: {variable}.", metavar="FILE", show_default=False)]
+
+
+_CREDENTIALS: Final = {
+    "tls_ca": _file("--tls-ca", "Certificates (PEM) that the cluster's must be signed by: speak TLS."),
+    "tls_cert": _file("--tls-cert", "Own certificate (PEM), where the cluster asks for one."),
+    "tls_key": _file("--tls-key", "Its private key (PEM)."),
+    "token_file": _file("--token-file", "The bearer token, in a file; or the token itself in SHOAL_TOKEN."),
+}
+
+
+def with_credentials(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the flags by which it shows itself to a cluster. They become this process's variables, which all settings read, and
+    which what it starts inherits."""
+
+    @functools.wraps(command)
+    def run(*arguments: Any, **given: Any) -> None:
+        for name in _CREDENTIALS:
+            if (path := given.pop(name)) is not None:
+                os.environ[f"SHOAL_{name.upper()}"] = str(path.absolute())
+        command(*arguments, **given)
+
+    signature, hints = inspect.signature(command), get_type_hints(command, include_extras=True)
+    own = [parameter.replace(annotation=hints[name]) for name, parameter in signature.parameters.items()]
+    more = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        for name, annotation in _CREDENTIALS.items()
+    ]
+    run.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+    run.__annotations__ = {**hints, **_CREDENTIALS}
+    return run

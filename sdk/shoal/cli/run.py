@@ -47,7 +47,7 @@ def run(
     rdzv_endpoint: Annotated[
         str,
         typer.Option(
-            help="HOST:PORT of the coordinator that all machines reach, its token in SHOAL_TOKEN.",
+            help="HOST:PORT of the coordinator that all machines reach.",
             envvar="PET_RDZV_ENDPOINT",
             show_envvar=False,
             show_default=False,

@@ -11,7 +11,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self, TypeVar
 
 from shoal_common.clients.coordinator import CoordinatorClient
+from shoal_common.credentials import CallerSettings
 from shoal_common.errors import ConfigurationError, PreconditionError, ShoalError, UnknownResourceError
+from shoal_common.process_secrets import taken_secrets
 from shoal_common.rpc.channel import ChannelSettings
 
 from shoal.client.connections import Connections
@@ -110,7 +112,7 @@ class Client:
             job_id,
             [*where, "--rdzv-id", job_id, *command],
             coordinator=None if shared is None else shared.address,
-            environment={**os.environ, **_credentials(shared), **(environment or {})},
+            environment={**os.environ, **taken_secrets(), **_credentials(shared), **(environment or {})},
             directory=directory,
         )
         return submission.job_id
@@ -351,9 +353,15 @@ def _credentials(shared: ChannelSettings | None) -> dict[str, str]:
         return {}
     tls = shared.tls
     told = {
-        "SHOAL_TOKEN": shared.token,
-        "SHOAL_TLS_AUTHORITY": tls and tls.authority,
-        "SHOAL_TLS_CERTIFICATE": tls and tls.certificate,
+        "SHOAL_TOKEN": None if _in_a_file(shared.token) else shared.token,
+        "SHOAL_TLS_CA": tls and tls.authority,
+        "SHOAL_TLS_CERT": tls and tls.certificate,
         "SHOAL_TLS_KEY": tls and tls.key,
     }
     return {name: str(value) for name, value in told.items() if value is not None}
+
+
+def _in_a_file(token: str | None) -> bool:
+    """Whether the launcher finds this token by itself, by the variable that names its file."""
+    own = CallerSettings.load()
+    return own.token_file is not None and own.bearer_token == token

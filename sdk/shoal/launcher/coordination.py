@@ -26,6 +26,7 @@ from typing import Final
 from urllib.parse import quote
 
 from shoal_common.errors import ConfigurationError, ShoalError
+from shoal_common.process_secrets import SERVICE_SECRETS, taken_secrets
 from shoal_common.processes import tied_to_parent
 from shoal_common.scratch import ScratchDirectory
 
@@ -74,7 +75,7 @@ class Coordination:
             with self._signals():
                 # Its end is a signal's that it may act on; this process's own is SIGKILL's at most.
                 command = tied_to_parent(self._command, death_signal=signal.SIGTERM)
-                self._child = subprocess.Popen(command, env={**self._environment, **told})
+                self._child = subprocess.Popen(command, env={**_for_command(self._environment), **told})
                 return ExitStatus.from_returncode(self._wait(self._child)).code
         finally:
             self._close()
@@ -150,6 +151,11 @@ class Coordination:
         finally:
             self._coordinator.release()
             self._scratch.close()
+
+
+def _for_command(environment: Mapping[str, str]) -> dict[str, str]:
+    """Without the coordinator's secrets; with those of the launchers, which may be on other machines, where no file of this one is."""
+    return {**{name: value for name, value in environment.items() if name not in SERVICE_SECRETS}, **taken_secrets()}
 
 
 def _variables(address: str, program: str, environment: Mapping[str, str]) -> dict[str, str]:

@@ -1,29 +1,39 @@
-"""Bearer token and certificates towards a shared coordinator, from the environment: the one module here that reads them.
+"""Bearer token and certificates towards a shared coordinator, and how the processes that a command starts get them.
 
-The names are those that workers read, so one setting serves both.
+The names of the variables are those that workers read, so one setting serves both. A command's flags (`--tls-ca`, ...) become these
+variables, in its own process; a token that stood in a variable is taken out of it (shoal_common.credentials) and given to workers as a
+file that they alone are told of.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pydantic import SecretStr
-from shoal_common.rpc.channel import ChannelSettings
-from shoal_common.security import TlsSettings
-from shoal_common.settings import ShoalSettings, secret_value
+from shoal_common.process_secrets import taken_secrets
 
-
-class _Credentials(ShoalSettings):
-    token: SecretStr | None = None
-    tls_authority: Path | None = None
-    tls_certificate: Path | None = None
-    tls_key: Path | None = None
+if TYPE_CHECKING:
+    from shoal_common.rpc.channel import ChannelSettings
 
 
 def channel_settings(coordinator: str) -> ChannelSettings:
     """How to speak to the coordinator at `coordinator`, host:port. Raises ConfigurationError."""
-    given = _Credentials.load()
-    tls = None
-    if given.tls_authority is not None:
-        tls = TlsSettings(authority=given.tls_authority, certificate=given.tls_certificate, key=given.tls_key)
-    return ChannelSettings(address=coordinator, token=secret_value(given.token), tls=tls)
+    from shoal_common.credentials import CallerSettings  # settings and gRPC: workers of a local run start before these are loaded
+
+    return CallerSettings.load().channel(coordinator)
+
+
+def secrets_as_files(directory: Path) -> dict[str, str]:
+    """Writes the secrets that this process has taken out of its environment into files in `directory`, which only this user can read, and
+    returns the variables that name these."""
+    named = {}
+    for name, secret in taken_secrets().items():
+        if os.environ.get(f"{name}_FILE"):
+            continue  # a flag's
+        path = directory / name.lower()
+        if not path.exists():
+            path.touch(mode=0o600)
+            path.write_text(f"{secret}\n", encoding="utf-8")
+        named[f"{name}_FILE"] = str(path)
+    return named

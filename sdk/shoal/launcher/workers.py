@@ -17,6 +17,7 @@ from typing import IO, Final
 
 from shoal_common.runs import Run
 
+from shoal.launcher.credentials import secrets_as_files
 from shoal.launcher.environment import (
     NodePlacement,
     WorkerIdentity,
@@ -142,6 +143,7 @@ class WorkerStarter:
         )
         return {
             **inherited(os.environ, workers=settings.workers, local=settings.endpoint is None),
+            **({} if settings.endpoint is None else secrets_as_files(self._directory)),
             **torchrun_variables(
                 placement,
                 run_id=settings.job_id,

@@ -85,7 +85,7 @@ def test_the_servers_name_is_checked_and_can_be_given(serve, pki):
     ids=["of our authority", "of another authority", "none"],
 )
 def test_mutual_tls_lets_in_who_shows_a_certificate_of_the_authority(serve, pki, certificate, let_in):
-    running = serve(Answering(), tls=_pair(pki, "ours-server", authority=pki / "ours.pem", require_client_certificate=True))
+    running = serve(Answering(), tls=_pair(pki, "ours-server", client_authority=pki / "ours.pem"))
     authority = pki / "ours.pem"
     tls = TlsSettings(authority=authority) if certificate is None else _pair(pki, certificate, authority=authority)
     with running.client(tls=tls, **QUICK) as client:

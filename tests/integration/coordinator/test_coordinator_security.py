@@ -27,8 +27,8 @@ METHODS = [method.name for method in pb.DESCRIPTOR.services_by_name["Coordinator
 # As coordinator.proto says; "admin" may do everything.
 PROTO_SAYS = {
     "CreateJob": {"worker"},
-    "GetJob": {"worker", "server", "viewer"},
-    "ListJobs": {"worker", "server", "viewer"},
+    "GetJob": {"worker", "server", "viewer", "reader"},
+    "ListJobs": {"worker", "server", "viewer", "reader"},
     "JoinSession": {"worker"},
     "ReportExit": {"worker"},
     "DrainMember": set(),
@@ -37,9 +37,9 @@ PROTO_SAYS = {
     "ServerSession": {"server"},
     "DeclareTensors": {"worker"},
     "GetRanks": {"worker"},
-    "GetShardMap": {"worker", "server", "viewer"},
+    "GetShardMap": {"worker", "server", "viewer", "reader"},
     "LeaseBatches": {"worker"},
-    "WatchEvents": {"worker", "server", "viewer"},
+    "WatchEvents": {"worker", "server", "viewer", "reader"},
 }
 
 
@@ -47,7 +47,7 @@ PROTO_SAYS = {
 def guarded(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
     """A coordinator with a token for each role."""
     directory = tmp_path_factory.mktemp("guarded")
-    (directory / "tokens").write_text("".join(f"{role}: {role}-secret\n" for role in Role))
+    (directory / "tokens").write_text("".join(f"{role}: {role}-secret\n{role}@mine: {role}-of-mine\n" for role in Role))
     coordinator = Coordinator(zygote, directory, "--tokens", str(directory / "tokens")).start()
     yield coordinator
     coordinator.close()
@@ -61,17 +61,22 @@ def channel(guarded: Coordinator) -> Iterator[grpc.Channel]:
 
 def status_of_empty_call(channel: grpc.Channel, method: str, *metadata: tuple[str, str]) -> grpc.StatusCode:
     """Calls with an empty message: whoever is let in gets another status than a refusal of theirs."""
+    return status_and_details(channel, method, b"", *metadata)[0]
+
+
+def status_and_details(channel: grpc.Channel, method: str, message: bytes, *metadata: tuple[str, str]) -> tuple[grpc.StatusCode, str]:
+    """Of one call with one message."""
     descriptor = pb.DESCRIPTOR.services_by_name["Coordinator"].methods_by_name[method]
     kind = f"{'stream' if descriptor.client_streaming else 'unary'}_{'stream' if descriptor.server_streaming else 'unary'}"
     call: Any = getattr(channel, kind)(f"/{SERVICE}/{method}", bytes, bytes)
-    request = iter([b""]) if descriptor.client_streaming else b""
+    request = iter([message]) if descriptor.client_streaming else message
     try:
         answer = call(request, metadata=metadata, timeout=60)
         if descriptor.server_streaming:
             list(answer)
     except grpc.RpcError as error:
-        return error.code()  # type: ignore[no-any-return, attr-defined]
-    return grpc.StatusCode.OK
+        return error.code(), error.details() or ""  # type: ignore[attr-defined]
+    return grpc.StatusCode.OK, ""
 
 
 def test_every_method_is_in_the_table() -> None:
@@ -94,6 +99,48 @@ def test_nobody_is_let_in_without_a_known_token(channel: grpc.Channel, method: s
     assert status_of_empty_call(channel, method, ("authorization", "Bearer guess")) is grpc.StatusCode.UNAUTHENTICATED
 
 
+# A request of each method that names a job.
+def _naming(method: str, job_id: str) -> bytes:
+    spec = pb.JobSpec(job_id=job_id, min_workers=1, max_workers=1)
+    identity = {"job_id": job_id, "member_id": "m", "host": "h", "pid": 1, "local_index": 0}
+    match method:
+        case "CreateJob":
+            return pb.CreateJobRequest(spec=spec).SerializeToString()
+        case "JoinSession":
+            return pb.MemberMessage(join=pb.Join(**identity)).SerializeToString()
+        case "ServerSession":
+            return pb.ServerMessage(register=pb.RegisterServer(job_id=job_id, server_id="s", address="h:1")).SerializeToString()
+        case _:
+            return bytes(getattr(pb, f"{method}Request")(job_id=job_id).SerializeToString())
+
+
+@pytest.mark.parametrize("method", sorted(set(METHODS) - {"ListJobs"}))
+def test_a_token_for_one_job_does_nothing_in_another(channel: grpc.Channel, method: str) -> None:
+    role = "admin" if not PROTO_SAYS[method] else sorted(PROTO_SAYS[method])[0]
+    metadata = ("authorization", f"Bearer {role}-of-mine")
+    status, details = status_and_details(channel, method, _naming(method, "theirs"), metadata)
+    assert status is grpc.StatusCode.PERMISSION_DENIED, details
+    assert "is for job 'mine', not for 'theirs'" in details
+    for own in ("mine", "mine.nodes"):
+        status, details = status_and_details(channel, method, _naming(method, own), metadata)
+        assert status is not grpc.StatusCode.PERMISSION_DENIED, details
+
+
+def test_a_token_for_one_job_lists_that_one(guarded: Coordinator) -> None:
+    with guarded.client(token="admin-secret") as admin:
+        for job_id in ("mine.torchrun", "others"):
+            admin.create_job(pb.JobSpec(job_id=job_id, min_workers=1, max_workers=1))
+        assert {"mine.torchrun", "others"} <= {job.job_id for job in admin.list_jobs().jobs}
+    with guarded.client(token="viewer-of-mine") as viewer:
+        listed = {job.job_id for job in viewer.list_jobs().jobs}
+        assert "mine.torchrun" in listed
+        assert listed <= {"mine", "mine.nodes", "mine.torchrun"}
+    with pytest.raises(HTTPError) as refused:
+        urlopen(Request(f"http://{guarded.ports['http']}/sd", headers={"Authorization": "Bearer viewer-of-mine"}), timeout=60)
+    assert refused.value.code == 403
+    refused.value.close()
+
+
 def test_http_asks_for_a_token_except_for_health(guarded: Coordinator) -> None:
     base = f"http://{guarded.ports['http']}"
     assert urlopen(f"{base}/healthz", timeout=60).status == 200
@@ -113,8 +160,8 @@ def test_mutual_tls_lets_in_only_those_with_a_certificate(zygote: Zygote, tmp_pa
     for name, certificate in (("server", served), ("client", mine)):
         certificate.private_key_pem.write_to_path(tmp_path / f"{name}.key")
         certificate.cert_chain_pems[0].write_to_path(tmp_path / f"{name}.pem")
-    flags = ("--tls-certificate", tmp_path / "server.pem", "--tls-key", tmp_path / "server.key", "--tls-authority", tmp_path / "ca.pem")
-    coordinator = Coordinator(zygote, tmp_path, *map(str, flags), "--tls-require-client-certificate").start()
+    flags = ("--tls-cert", tmp_path / "server.pem", "--tls-key", tmp_path / "server.key", "--tls-client-ca", tmp_path / "ca.pem")
+    coordinator = Coordinator(zygote, tmp_path, *map(str, flags)).start()
     try:
         with_certificate = TlsSettings(certificate=tmp_path / "client.pem", key=tmp_path / "client.key", authority=tmp_path / "ca.pem")
         with coordinator.client(tls=with_certificate) as client:

@@ -108,7 +108,7 @@ def test_made_tokens_are_in_the_table_with_their_role(make_secrets: Path) -> Non
     secrets = made(make_secrets)
     table = TokenTable.from_file(make_secrets.parent / "secrets/tokens")
     for role in Role:
-        assert table.role_of(f"Bearer {secrets[f'{role}_token']}") is role
+        assert table.holder_of(f"Bearer {secrets[f'{role}_token']}").role is role
 
 
 def test_made_secrets_are_never_overwritten(make_secrets: Path) -> None:

@@ -51,6 +51,9 @@ def test_prometheus_finds_and_scrapes_what_the_coordinator_lists(processes: Any,
     tokens = tmp_path / "tokens"
     tokens.write_text("".join(f"{role}: {token}\n" for role, token in TOKENS.items()))
 
+    server_token = tmp_path / "server_token"
+    server_token.write_text(TOKENS["server"])
+
     def service(name: str, module: str, *flags: str) -> list[str]:
         common = ["--http", "127.0.0.1:0", "--tokens", str(tokens), "--port-file", str(processes.port_file(name))]
         return [sys.executable, "-m", module, *common, *flags]
@@ -59,7 +62,7 @@ def test_prometheus_finds_and_scrapes_what_the_coordinator_lists(processes: Any,
     coordinator = processes.ports("coordinator")
     with CoordinatorClient(ChannelSettings(address=coordinator["grpc"], token=TOKENS["admin"])) as client:
         client.create_job(coordinator_pb2.JobSpec(job_id="digits", min_workers=1, max_workers=1, parameter_servers=1))
-    registration = ["--coordinator", coordinator["grpc"], "--job", "digits", "--server-id", "ps-1", "--token", TOKENS["server"]]
+    registration = ["--coordinator", coordinator["grpc"], "--job", "digits", "--server-id", "ps-1", "--token-file", str(server_token)]
     processes.start("ps-1", service("ps-1", "shoal_ps_server", *registration))
 
     configuration = configured(tmp_path, coordinator["http"])

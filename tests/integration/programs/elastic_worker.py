@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shoal_common.clients.coordinator import CoordinatorClient
+from shoal_common.credentials import CallerSettings
 from shoal_common.errors import DeadlineError, PreconditionError, UnavailableError, UnknownResourceError
 from shoal_common.exit_status import PUT_OUT
-from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.runs import Run
 from shoal_protos.v1 import coordinator_pb2 as pb
 
@@ -94,7 +94,7 @@ class Member:
         self.tell_launcher("joined")
         print("told", *(f"{name}={os.environ[name]}" for name in ("SHOAL_ALLOW_RESTART_FROM_SCRATCH",) if name in os.environ), flush=True)
         deadline = time.monotonic() + 90
-        settings = ChannelSettings(address=os.environ["SHOAL_COORDINATOR"], token=os.environ.get("SHOAL_TOKEN"))
+        settings = CallerSettings.load().channel(os.environ["SHOAL_COORDINATOR"])
         with CoordinatorClient(settings) as client:
             while not self.left:
                 try:

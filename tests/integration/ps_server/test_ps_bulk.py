@@ -117,8 +117,8 @@ def test_with_tls_on_the_rpcs_the_bulk_channel_has_it_too(cluster, tmp_path, mut
     cluster.coordinator.credentials = grpc.ssl_server_credentials([(files["key"].read_bytes(), files["certificate"].read_bytes())])
     cluster.coordinator.start()
     cluster.declare()
-    served = {f"tls_{name}": path for name, path in files.items()}
-    cluster.unregistered(tls_require_client_certificate=mutual, **served)
+    served = {"tls_ca": files["authority"], "tls_cert": files["certificate"], "tls_key": files["key"]}
+    cluster.unregistered(tls_client_ca=files["authority"] if mutual else None, **served)
     cluster.coordinator.registrations.get(timeout=30)
     cluster.coordinator.heartbeats.get(timeout=30)
     client = cluster.client(cluster.running, transport=Transport.TCP, tls=TlsSettings(**files))
@@ -137,18 +137,18 @@ def test_with_tls_on_the_rpcs_the_bulk_channel_has_it_too(cluster, tmp_path, mut
 
 def test_who_may_only_look_can_pull_and_not_push(cluster, tmp_path) -> None:
     tokens = tmp_path / "tokens"
-    tokens.write_text("worker: wt\nviewer: vt\n")
+    tokens.write_text("worker: wt\nreader: rt\n")
     cluster.server(tokens=tokens, token="st")
-    worker, viewer = (cluster.client(cluster.running, token=token, transport=Transport.TCP) for token in ("wt", "vt"))
+    worker, reader = (cluster.client(cluster.running, token=token, transport=Transport.TCP) for token in ("wt", "rt"))
     cluster.trainable(worker)
-    assert len(cluster.member(viewer).pull(member_id="")) == 3
-    for call in (lambda: viewer.open_data("job", "a"), lambda: cluster.member(viewer).push(1.0), lambda: cluster.member(viewer).pull()):
+    assert len(cluster.member(reader).pull(member_id="")) == 3
+    for call in (lambda: reader.open_data("job", "a"), lambda: cluster.member(reader).push(1.0), lambda: cluster.member(reader).pull()):
         with pytest.raises(PermissionDeniedError):
             call()
-    with closing(Wire(viewer.open_data("job"))) as wire:
+    with closing(Wire(reader.open_data("job"))) as wire:
         wire.ready()
         wire.send(Kind.PUSH)
-        wire.send(Kind.PARTITION, cluster.member(viewer).header(0).SerializeToString())
+        wire.send(Kind.PARTITION, cluster.member(reader).header(0).SerializeToString())
         wire.send(Kind.END)
         assert isinstance(wire.refusal(), PermissionDeniedError)
         wire.send(Kind.PULL, pb.PullRequest(job_id="job", member_id="a", generation=1, shard_map_epoch=1).SerializeToString())

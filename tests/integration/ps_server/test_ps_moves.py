@@ -111,9 +111,9 @@ def test_partitions_move_between_servers_that_ask_each_other_for_certificates_an
     issued.private_key_pem.write_to_path(files["key"])
     tokens = tmp_path / "tokens"
     tokens.write_text("server: st\nworker: wt\n")
-    flags = ["--tokens", str(tokens), "--token", "st", "--tls-require-client-certificate"]
-    for name, path in files.items():
-        flags += [f"--tls-{name}", str(path)]
+    (tmp_path / "token").write_text("st\n")
+    flags = ["--tokens", str(tokens), "--token-file", str(tmp_path / "token"), "--tls-client-ca", str(files["authority"])]
+    flags += ["--tls-ca", str(files["authority"]), "--tls-cert", str(files["certificate"]), "--tls-key", str(files["key"])]
     credentials = grpc.ssl_server_credentials([(files["key"].read_bytes(), files["certificate"].read_bytes())])
     coordinator = MovingCoordinator(("weight", 1000, "float32"), partition=256, credentials=credentials)
     trainer = Trainer(coordinator, tls=TlsSettings(**files), token="wt")

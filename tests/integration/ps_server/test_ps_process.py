@@ -187,7 +187,7 @@ def test_wrong_settings_name_the_setting_and_the_remedy(arguments, complaint, mo
     [
         ({"listen": "0.0.0.0:0"}, "without TLS and tokens"),
         ({"tokens": "/nonexistent"}, "/nonexistent cannot be read"),
-        ({"tls_certificate": "/nonexistent"}, "without its key"),
+        ({"tls_cert": "/nonexistent"}, "without its key"),
         ({"listen": "127.0.0.1:1", "http": "256.0.0.1:80"}, "cannot listen on 256.0.0.1:80"),
     ],
 )
@@ -235,27 +235,27 @@ def test_a_server_that_comes_back_to_a_finished_job_ends(cluster) -> None:
 
 def test_roles_are_enforced(cluster, tmp_path) -> None:
     tokens = tmp_path / "tokens"
-    tokens.write_text("worker: wt\nviewer: vt\n")
+    tokens.write_text("worker: wt\nreader: rt\n")
     cluster.server(tokens=tokens, token="st")
-    worker, viewer = (cluster.client(cluster.running, token=token) for token in ("wt", "vt"))
+    worker, reader = (cluster.client(cluster.running, token=token) for token in ("wt", "rt"))
     cluster.trainable(worker)
-    assert len(viewer.get_server().partitions) == 3
-    for call in (lambda: viewer.snapshot("job"), lambda: cluster.member(viewer).pull(), lambda: cluster.member(viewer).push(1.0)):
+    assert len(reader.get_server().partitions) == 3
+    for call in (lambda: reader.snapshot("job"), lambda: cluster.member(reader).pull(), lambda: cluster.member(reader).push(1.0)):
         with pytest.raises(PermissionDeniedError):
             call()
-    assert len(cluster.member(viewer).pull(member_id="")) == 3  # it looks on, as nobody's member
+    assert len(cluster.member(reader).pull(member_id="")) == 3  # it looks on, as nobody's member
     assert cluster.member(worker).pull()
     assert cluster.coordinator.tokens.get(timeout=30) == "Bearer st"
 
 
-def test_a_viewers_token_is_enough_to_read_the_whole_model(cluster, tmp_path) -> None:
+def test_a_readers_token_is_enough_to_read_the_whole_model(cluster, tmp_path) -> None:
     tokens = tmp_path / "tokens"
-    tokens.write_text("worker: wt\nviewer: vt\n")
+    tokens.write_text("worker: wt\nreader: rt\n")
     cluster.server(tokens=tokens, token="st")
     cluster.trainable(cluster.client(cluster.running, token="wt")).push(1.0)
     cluster.coordinator.shard_map.servers.add(server_index=0, address=cluster.running.address)
     patience = timedelta(seconds=30)
-    with shoal.ModelReader(ChannelSettings(address=cluster.address, token="vt"), "job", patience=patience) as reader:
+    with shoal.ModelReader(ChannelSettings(address=cluster.address, token="rt"), "job", patience=patience) as reader:
         assert reader.state_dict()["weight"].tolist() == [-1.0] * 600
         assert reader.versions == {0: 2, 1: 2, 2: 2}
     with pytest.raises(AuthenticationError):

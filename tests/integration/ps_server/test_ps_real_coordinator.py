@@ -87,13 +87,12 @@ def test_tokens_and_mutual_tls_hold_between_all_three(cluster, coordinator, tmp_
     issued.cert_chain_pems[0].write_to_path(files["certificate"])
     issued.private_key_pem.write_to_path(files["key"])
     (tmp_path / "tokens").write_text("admin: at\nserver: st\nviewer: vt\n")
-    secure = {f"tls_{name}": path for name, path in files.items()} | {"tokens": tmp_path / "tokens"}
-    flags = [text for name, path in secure.items() for text in (f"--{name.replace('_', '-')}", str(path))]
-    address = coordinator(*flags, "--tls-require-client-certificate")
+    served = {"tls_cert": files["certificate"], "tls_key": files["key"], "tls_client_ca": files["authority"], "tokens": tmp_path / "tokens"}
+    address = coordinator(*(text for name, path in served.items() for text in (f"--{name.replace('_', '-')}", str(path))))
     tls = TlsSettings(**files)
     with CoordinatorClient(ChannelSettings(address=address, tls=tls, token="at")) as client:
         client.create_job(coordinator_pb2.JobSpec(job_id=JOB, min_workers=1, max_workers=1, parameter_servers=1))
-        cluster.unregistered(coordinator=address, token="st", tls_require_client_certificate=True, **secure)
+        cluster.unregistered(coordinator=address, token="st", tls_ca=files["authority"], **served)
         status = cluster.wait_until(lambda: [each for each in client.get_job(JOB).servers if each.alive], "the server to be registered")[0]
     viewer = cluster.client(cluster.running, tls=tls, token="vt")
     assert (viewer.get_server().server_id, status.address) == ("server", cluster.running.address)

@@ -163,16 +163,16 @@ def test_rows_that_cannot_be_of_the_bucket_are_refused(member: TableMember) -> N
 
 def test_who_may_only_look_reads_buckets_and_puts_none_in_place(cluster: Any, tmp_path: Any) -> None:
     tokens = tmp_path / "tokens"
-    tokens.write_text("worker: wt\nviewer: vt\n")
+    tokens.write_text("worker: wt\nreader: rt\n")
     declare(cluster)
     cluster.unregistered(tokens=tokens, token="st")
-    worker, viewer = (cluster.client(cluster.running, token=token) for token in ("wt", "vt"))
+    worker, reader = (cluster.client(cluster.running, token=token) for token in ("wt", "rt"))
     cluster.coordinator.registrations.get(timeout=30)
     trained(worker).push(*steps(1)[0])
-    then = read(viewer, 0)
+    then = read(reader, 0)
     assert len(read_bucket(memoryview(then)).rows.ids) > 0
     with pytest.raises(PermissionDeniedError):
-        restore(viewer, 0, then)
+        restore(reader, 0, then)
     assert not restore(worker, 0, then).duplicate
 
 

@@ -6,15 +6,15 @@ import pytest
 import trustme
 from hypothesis import given
 from hypothesis import strategies as st
-from shoal_common.errors import AuthenticationError, ConfigurationError
-from shoal_common.security import Role, TlsSettings, TokenTable
+from shoal_common.errors import AuthenticationError, ConfigurationError, PermissionDeniedError
+from shoal_common.security import Holder, Role, TlsSettings, TokenTable
 
 TABLE = TokenTable({"alpha-token": Role.ADMIN, "beta-token": "worker"})
 
 
 def test_a_token_gives_its_role():
-    assert TABLE.role_of("Bearer alpha-token") is Role.ADMIN
-    assert TABLE.role_of("bearer beta-token") is Role.WORKER
+    assert TABLE.holder_of("Bearer alpha-token").role is Role.ADMIN
+    assert TABLE.holder_of("bearer beta-token").role is Role.WORKER
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_a_token_gives_its_role():
 )
 def test_anything_else_is_refused_without_repeating_it(authorization, reason):
     with pytest.raises(AuthenticationError) as refused:
-        TABLE.role_of(authorization)
+        TABLE.holder_of(authorization)
     assert refused.value.reason == reason
     assert "alpha" not in str(refused.value)
 
@@ -38,14 +38,14 @@ def test_anything_else_is_refused_without_repeating_it(authorization, reason):
 @given(st.text())
 def test_no_header_gets_in_by_accident(authorization):
     with pytest.raises(AuthenticationError):
-        TABLE.role_of(authorization)
+        TABLE.holder_of(authorization)
 
 
 def test_a_token_file_has_roles_comments_and_blank_lines(tmp_path):
     path = tmp_path / "tokens"
     path.write_text("# the cluster's tokens\n\nadmin: aaa\n  worker : b:b\nviewer:ccc\nadmin: aaa\n")
     table = TokenTable.from_file(path)
-    assert [table.role_of(f"Bearer {token}") for token in ("aaa", "b:b", "ccc")] == [Role.ADMIN, Role.WORKER, Role.VIEWER]
+    assert [table.holder_of(f"Bearer {token}").role for token in ("aaa", "b:b", "ccc")] == [Role.ADMIN, Role.WORKER, Role.VIEWER]
     assert not table.is_open
 
 
@@ -55,6 +55,10 @@ def test_a_token_file_has_roles_comments_and_blank_lines(tmp_path):
         ("admin aaa", "line 1: expected `role: token`"),
         ("\nroot: aaa", "line 2: role 'root' is unknown"),
         ("admin:", "line 1: a token must be printable"),
+        ("worker@: aaa", "line 1: 'worker@': expected the id of a job after the @"),
+        ("worker@a/b: aaa", "expected the id of a job"),
+        ("root@job: aaa", "role 'root' is unknown"),
+        ("worker@one: same\nworker@two: same", "line 2: this token has the role worker@one already"),
         ("admin: a b", "line 1: a token must be printable"),
         ("admin: ü", "line 1: a token must be printable"),
         ("admin: same\nworker: same", "line 2: this token has the role admin already"),
@@ -116,10 +120,25 @@ def test_wrong_tls_files_are_named_before_any_handshake(pems, certificate, key, 
         TlsSettings(**paths).load()
 
 
-def test_half_of_a_tls_pair_and_mutual_tls_without_an_authority_are_refused(pems):
+def test_half_of_a_tls_pair_and_a_wrong_client_authority_are_refused(pems):
     with pytest.raises(ConfigurationError, match="certificate is given without its key"):
         TlsSettings(certificate=pems / "one.pem")
     with pytest.raises(ConfigurationError, match="key is given without its certificate"):
         TlsSettings(key=pems / "one.key")
-    with pytest.raises(ConfigurationError, match="authority"):
-        TlsSettings(certificate=pems / "one.pem", key=pems / "one.key", require_client_certificate=True)
+    with pytest.raises(ConfigurationError, match="TLS client authority"):
+        TlsSettings(certificate=pems / "one.pem", key=pems / "one.key", client_authority=pems / "garbage").load()
+
+
+def test_a_token_may_be_for_one_job_and_for_those_in_which_its_launchers_meet(tmp_path):
+    path = tmp_path / "tokens"
+    path.write_text("worker@train-1: aaa\nworker: bbb\n")
+    table = TokenTable.from_file(path)
+    bound, free = (table.holder_of(f"Bearer {token}") for token in ("aaa", "bbb"))
+    assert (bound, str(bound)) == (Holder(Role.WORKER, "train-1"), "worker@train-1")
+    for job_id in ("train-1", "train-1.nodes", "train-1.torchrun"):
+        bound.check_job(job_id)
+    for job_id in ("train-2", "train-1.x", "train", "train-11", "TRAIN-1"):
+        free.check_job(job_id)
+        with pytest.raises(PermissionDeniedError, match="'train-1'") as refused:
+            bound.check_job(job_id)
+        assert refused.value.reason == "JOB_NOT_ALLOWED"

@@ -23,7 +23,7 @@ def test_without_flags_it_serves_loopback_with_a_redis_of_its_own() -> None:
     assert settings.redis.get_secret_value() == "embedded://"
     assert str(settings.listen) == str(settings.http) == "127.0.0.1:0"
     assert settings.reconnect_grace == timedelta(0)
-    assert settings.tls is None
+    assert settings.serving_tls is None
     assert settings.token_table.is_open
 
 
@@ -62,8 +62,10 @@ def test_a_wrong_value_is_named_with_its_remedy(arguments: Sequence[str], named:
         parse_command_line(arguments)
 
 
-def test_the_redis_url_with_its_password_is_in_no_representation() -> None:
-    settings = parse_command_line(["--redis", "redis://user:hunter2@h:6379"])
+def test_the_redis_url_with_its_password_is_in_no_representation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_COORDINATOR_REDIS", "redis://user:hunter2@h:6379")
+    settings = parse_command_line([])
+    assert settings.redis_url == "redis://user:hunter2@h:6379"
     assert "hunter2" not in repr(settings)
     assert "hunter2" not in str(settings)
 

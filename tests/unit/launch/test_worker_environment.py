@@ -39,8 +39,8 @@ def test_several_workers_get_one_thread_each_unless_told_otherwise() -> None:
 
 
 def test_a_cluster_of_the_launchers_own_is_not_shown_credentials_meant_for_another() -> None:
-    given = {"SHOAL_TOKEN": "secret", "SHOAL_TLS_AUTHORITY": "/ca.pem", "PATH": "/bin"}
-    assert not {"SHOAL_TOKEN", "SHOAL_TLS_AUTHORITY"} & set(inherited(given, workers=1, local=True))
+    given = {"SHOAL_TOKEN": "secret", "SHOAL_TLS_CA": "/ca.pem", "PATH": "/bin"}
+    assert not {"SHOAL_TOKEN", "SHOAL_TLS_CA"} & set(inherited(given, workers=1, local=True))
     assert inherited(given, workers=1, local=False)["SHOAL_TOKEN"] == "secret"
 
 

@@ -19,6 +19,7 @@ from shoal_worker.elastic import transfer
 from shoal_worker.elastic.stall_watch import unreachable
 from shoal_worker.elastic.transfer import MOST_DONORS, StateDonor, share_of, take_state
 
+from tests.relay import BACK, Relay
 from tests.zygote.children import eventually
 
 NONCE = "0123456789abcdef0123456789abcdef"
@@ -260,3 +261,80 @@ def _offers(servers: list[StateDonor], offered: object):
     for server in servers:
         stack.enter_context(server.offering(offered, NONCE))
     return stack
+
+
+# ------------------------------------------------------------------------------------------------------------------------------ over TLS
+
+
+@pytest.fixture
+def secure() -> Iterator[StateDonor]:
+    """A donor that asks for TLS."""
+    donor = StateDonor("127.0.0.1", secure=True)
+    yield donor
+    donor.close()
+
+
+@pytest.mark.parametrize("donors", [1, 3])
+def test_over_tls_a_state_arrives_bit_for_bit(donors: int) -> None:
+    offered = state()
+    servers = [StateDonor("127.0.0.1", secure=True) for _ in range(donors)]
+    try:
+        with _offers(servers, offered):
+            taken, _ = take_state([s.address for s in servers], NONCE, timeout=TIMEOUT, keys=[s.key for s in servers])
+    finally:
+        for s in servers:
+            s.close()
+    assert torch.equal(taken["weights"], offered["weights"])
+    assert taken["step"] == 3
+
+
+@pytest.mark.parametrize("over_tls", [False, True])
+def test_over_tls_neither_the_nonce_nor_the_state_can_be_read_on_the_way(over_tls: bool) -> None:
+    secret, seen = b"what nobody else may read", bytearray()
+    donor = StateDonor("127.0.0.1", secure=over_tls)
+    offered = {"x": torch.frombuffer(bytearray(secret), dtype=torch.uint8)}
+    with contextlib.closing(donor), Relay(donor.address, tap=seen.extend) as relay, donor.offering(offered, NONCE):
+        taken, _ = take_state([relay.address], NONCE, timeout=TIMEOUT, keys=[donor.key] if over_tls else [])
+    assert bytes(taken["x"].numpy()) == secret
+    assert (secret in seen, NONCE.encode() in seen) == (not over_tls, not over_tls)
+
+
+@pytest.mark.parametrize("key", [None, "0" * 32], ids=["in plain text", "for another one's key"])
+def test_who_does_not_speak_tls_or_meets_another_donor_takes_nothing(secure: StateDonor, key: str | None) -> None:
+    with secure.offering({"x": 1}, NONCE), pytest.raises(UnavailableError, match="went away"):
+        take_state([secure.address], NONCE, timeout=timedelta(seconds=10), keys=[] if key is None else [key])
+
+
+def test_over_tls_a_stranger_with_the_key_and_without_the_nonce_gets_nothing(secure: StateDonor) -> None:
+    secure.expect(NONCE)
+    with secure.offering({"x": 1}, NONCE), pytest.raises(UnavailableError):
+        take_state([secure.address], "f" * 32, timeout=TIMEOUT, keys=[secure.key])
+
+
+def test_over_tls_an_offer_that_closes_ends_what_is_on_its_way_and_nothing_goes_on_in_plain_text(secure: StateDonor) -> None:
+    marker, seen, under_way = b"marker of the state, often", bytearray(), threading.Event()
+    large = torch.frombuffer(bytearray(marker * (2 << 20)), dtype=torch.uint8)
+
+    def tap(data: bytes) -> None:
+        seen.extend(data)
+        if len(seen) > 1 << 20 and not under_way.is_set():
+            relay.hold((BACK,))
+            under_way.set()
+
+    failures: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def take() -> None:
+        try:
+            take_state([relay.address], NONCE, timeout=TIMEOUT, keys=[secure.key])
+        except UnavailableError as error:
+            failures.put(str(error))
+
+    with Relay(secure.address, tap=tap) as relay:
+        thread = threading.Thread(target=take)
+        with secure.offering({"x": large}, NONCE):
+            thread.start()
+            assert under_way.wait(60)
+        relay.open()
+        assert "went away" in failures.get(timeout=60)
+        thread.join(60)
+    assert marker not in seen

@@ -20,7 +20,6 @@ import torch
 from shoal_common import codecs
 from shoal_common.errors import ConfigurationError, PreconditionError, ShoalError
 from shoal_common.failpoints import failpoint
-from shoal_common.rpc.channel import ChannelSettings
 
 from shoal_worker.asynchronous.handover import Handover
 from shoal_worker.asynchronous.job import Job
@@ -142,7 +141,7 @@ class AsyncEngine(Engine):
         else:
             assert settings.coordinator is not None
             assert isinstance(membership, Membership), "a rank of a launch was refused"
-            link, channel = membership.link, ChannelSettings(address=settings.coordinator, token=settings.token, tls=settings.tls)
+            link, channel = membership.link, settings.channel(settings.coordinator)
         job = Job(
             link,
             channel,

@@ -59,8 +59,9 @@ class Handover:
     def take(self) -> bool:
         """Goes on from a peer's state. False: none of them has any to give, or it could not be had."""
         for peer in self._job.peers_before():
+            keys = [peer.donor_key] if self._donor.is_secure else []
             try:
-                state, _ = take_state([peer.donor_address], peer.donor_key, timeout=_PATIENCE)
+                state, _ = take_state([peer.donor_address], peer.donor_key, timeout=_PATIENCE, keys=keys)
             except (UnavailableError, CorruptDataError) as error:
                 _log.info("member %s gave no state: %s", peer.member_id, error)
             else:

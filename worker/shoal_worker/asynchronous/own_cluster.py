@@ -61,7 +61,7 @@ def open_job(session: Session, kind: type[JobT]) -> tuple[JobT, OwnCluster | Non
         link, channel = own.link, own.channel
     elif isinstance(membership, Membership):
         assert settings.coordinator is not None
-        link, channel = membership.link, ChannelSettings(address=settings.coordinator, token=settings.token, tls=settings.tls)
+        link, channel = membership.link, settings.channel(settings.coordinator)
     else:
         raise ConfigurationError(
             "the model has sparse tables, whose rows are on parameter servers, and ranks of `shoal.launch` have none: run the script with "

@@ -482,7 +482,7 @@ class _Failures:
 
 def _shut_down(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):  # its peer has closed it
-        connection.shutdown(socket.SHUT_RDWR)
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)  # SSLSocket's own would have another thread go on in plain text
 
 
 def brief(error: BaseException) -> str:

@@ -221,7 +221,7 @@ class Membership:
             group = connect(
                 generation,
                 make_backend=self._make_backend,
-                store_url=self._settings.store_url or self.link.store_url,
+                store_url=self._settings.store_at(self.link.store_url),
                 prefix=f"shoal:{{{self.link.identity.job_id}}}:store:{generation.number}-{generation.nonce}",
                 host=self._host,
                 arrival_timeout=self._settings.collective_timeout,

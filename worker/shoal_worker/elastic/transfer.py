@@ -8,6 +8,9 @@ nothing is applied to the tensors while they are read, and a receiver that hangs
 the bytes, all donors at once. A request names the generation's nonce, so a peer of another generation, or a stranger, is turned away. There
 is no deadline for the whole, which may be large, but one for each block: a transfer goes on as long as it gets on.
 
+Where the RPCs have TLS, so has the transfer: the donor's key is made from the secret that the coordinator has told its peers
+(shoal_common.certificates), and the nonce goes within.
+
 Framing, all integers big-endian: request = magic, nonce (32 bytes), part, parts (u32 each). Answer = header length (u64), header (JSON:
 structure, tensors, digest), its xxh3-64, then the part's bytes in blocks, each followed by its xxh3-64.
 """
@@ -31,6 +34,7 @@ from typing import Any, Final
 
 import torch
 import xxhash
+from shoal_common.certificates import PairContexts
 from shoal_common.errors import CorruptDataError, InternalError, UnavailableError
 from shoal_common.failpoints import failpoint
 from shoal_common.settings import Address
@@ -72,10 +76,11 @@ class _Offer:
 class StateDonor:
     """Listens for peers that need this member's state."""
 
-    def __init__(self, host: str) -> None:
-        """Binds to `host` on a port that the system chooses."""
+    def __init__(self, host: str, *, secure: bool = False) -> None:
+        """Binds to `host` on a port that the system chooses. `secure`: whoever connects must speak TLS."""
         self.key = secrets.token_hex(16)
-        """A name for offers that are open whatever generation there is. Members alone are told it."""
+        """A name for offers that are open whatever generation there is. Members alone are told it, and know this donor by it."""
+        self._tls = PairContexts.listener(self.key) if secure else None
         self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._host = host
         self._offer: _Offer | None = None
@@ -91,6 +96,11 @@ class StateDonor:
     def address(self) -> str:
         """host:port for peers."""
         return str(Address(self._host, self._listener.getsockname()[1]))
+
+    @property
+    def is_secure(self) -> bool:
+        """Whether this member and its peers speak TLS with each other."""
+        return self._tls is not None
 
     def expect(self, nonce: str) -> None:
         """From here on only requests for `nonce` may wait for an offer, until the next call. Before the first, any may."""
@@ -115,8 +125,7 @@ class StateDonor:
             with self._changed:
                 self._offer = None
                 for connection in self._serving:
-                    with contextlib.suppress(OSError):  # the receiver has closed it
-                        connection.shutdown(socket.SHUT_RDWR)
+                    shut_down(connection)
                 # The tensors may change from here on: nobody may still read them.
                 if not self._changed.wait_for(lambda: not self._serving, _BLOCK_TIMEOUT_S):
                     raise InternalError("a thread still sends state from tensors that are about to change")
@@ -144,18 +153,34 @@ class StateDonor:
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            with connection:
-                nonce, part, parts = _read_request(connection)
-                with self._entered(connection, nonce) as offer:
+            with self._greeted(connection) as channel:
+                nonce, part, parts = _read_request(channel)
+                with self._entered(channel, nonce) as offer:
                     failpoint("transfer.before_serving")
-                    connection.settimeout(_BLOCK_TIMEOUT_S)
-                    _send_part(connection, offer, part, parts)
+                    channel.settimeout(_BLOCK_TIMEOUT_S)
+                    _send_part(channel, offer, part, parts)
         except _Refused:
             pass  # a stranger, a probe, or a peer of a generation that is over
         except OSError as error:
             _log.warning("a peer that took state went away: %s", error)
         finally:
             self._free.release()
+
+    @contextlib.contextmanager
+    def _greeted(self, connection: socket.socket) -> Iterator[socket.socket]:
+        """While open, what the peer's bytes are read from. Raises _Refused for one that does not speak TLS where it has to."""
+        if self._tls is None:
+            with connection:
+                yield connection
+            return
+        connection.settimeout(_REQUEST_TIMEOUT_S)
+        try:
+            channel = self._tls.wrap_socket(connection, server_side=True)
+        except OSError as error:
+            connection.close()
+            raise _Refused from error
+        with channel:
+            yield channel
 
     @contextlib.contextmanager
     def _entered(self, connection: socket.socket, nonce: bytes) -> Iterator[_Offer]:
@@ -186,6 +211,12 @@ class StateDonor:
         return self._offer if self._offer is not None and hmac.compare_digest(self._offer.nonce, nonce) else None
 
 
+def shut_down(connection: socket.socket) -> None:
+    """Ends what another thread does with the connection. By SSLSocket's own method that thread would go on in plain text."""
+    with contextlib.suppress(OSError):  # its peer has closed it
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+
 class _Refused(Exception):
     """Who connected gets nothing."""
 
@@ -205,12 +236,17 @@ def _read_request(connection: socket.socket) -> tuple[bytes, int, int]:
 
 
 def take_state(
-    donors: Sequence[str], nonce: str, *, timeout: timedelta, guard: Callable[[socket.socket], None] = lambda connection: None
+    donors: Sequence[str],
+    nonce: str,
+    *,
+    timeout: timedelta,
+    keys: Sequence[str] = (),
+    guard: Callable[[socket.socket], None] = lambda connection: None,
 ) -> tuple[Any, int]:
     """Fetches the state that the `donors` (host:port) offer under `nonce`; returns it and its size in bytes. Changes nothing here.
 
-    `guard` gets each connection when it is made: whoever shuts it down ends the transfer. `timeout`: until all donors have begun to answer;
-    after that each block has its own.
+    `keys`: each donor's (`StateDonor.key`), to speak TLS with it; empty: in plain text. `guard` gets each connection when it is made:
+    whoever shuts it down ends the transfer. `timeout`: until all donors have begun to answer; after that each block has its own.
 
     Raises:
         UnavailableError: a donor went away, or sends too slowly.
@@ -218,7 +254,7 @@ def take_state(
     """
     failpoint("transfer.before_taking")
     deadline = time.monotonic() + timeout.total_seconds()
-    parts = [_Part(address, nonce, i, len(donors), deadline, guard) for i, address in enumerate(donors)]
+    parts = [_Part(address, nonce, i, len(donors), deadline, guard, key=keys[i] if keys else None) for i, address in enumerate(donors)]
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(parts), thread_name_prefix="shoal-take") as pool:
         for part in parts:
             stack.callback(part.close)
@@ -227,7 +263,8 @@ def take_state(
             _log.error("donors of one state name hold different states (%s); taking it all from the first", [h.digest for h in headers])
             for part in parts:
                 part.close()
-            return take_state(donors[:1], nonce, timeout=timedelta(seconds=max(0.001, deadline - time.monotonic())), guard=guard)
+            left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+            return take_state(donors[:1], nonce, timeout=left, keys=keys[:1], guard=guard)
         staged = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in headers[0].tensors}
         buffers = [bytes_of(t) for t in staged.values()]
         list(pool.map(lambda part: part.read_into(buffers), parts))
@@ -237,17 +274,25 @@ def take_state(
 class _Part:
     """One donor's share of a transfer."""
 
-    def __init__(self, address: str, nonce: str, part: int, parts: int, deadline: float, guard: Callable[[socket.socket], None]) -> None:
+    def __init__(
+        self,
+        address: str,
+        nonce: str,
+        part: int,
+        parts: int,
+        deadline: float,
+        guard: Callable[[socket.socket], None],
+        *,
+        key: str | None,
+    ) -> None:
         self._guard = guard
+        self._key = key
         self._address, self._nonce, self._part, self._parts, self._deadline = address, nonce, part, parts, deadline
         self._socket: socket.socket | None = None
 
     def open(self) -> _Header:
-        host, _, port = self._address.rpartition(":")
         try:
-            self._socket = socket.create_connection((host.strip("[]"), int(port)), timeout=max(0.001, self._deadline - time.monotonic()))
-            self._guard(self._socket)
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._socket = self._connected()
             self._socket.sendall(_MAGIC + _REQUEST.pack(self._nonce.encode(), self._part, self._parts))
             (length,) = _U64.unpack(_receive(self._socket, _U64.size, self._deadline))
             if length > _LARGEST_HEADER:
@@ -257,6 +302,22 @@ class _Part:
         except OSError as error:
             raise UnavailableError(f"donor {self._address} went away before it sent its state: {error}", reason="DONOR_LOST") from error
         return _Header.parse(raw, self._address)
+
+    def _connected(self) -> socket.socket:
+        """Raises OSError; ssl.SSLError, which is one, for a donor that does not know its key."""
+        host, _, port = self._address.rpartition(":")
+        connection = socket.create_connection((host.strip("[]"), int(port)), timeout=max(0.001, self._deadline - time.monotonic()))
+        self._socket = connection
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._key is None:
+            self._guard(connection)
+            return connection
+        channel = PairContexts.caller().wrap_socket(connection, do_handshake_on_connect=False)
+        self._socket = channel
+        self._guard(channel)
+        channel.do_handshake()
+        PairContexts.check(channel, self._key)
+        return channel
 
     def read_into(self, buffers: Sequence[memoryview]) -> None:
         assert self._socket is not None
@@ -384,12 +445,16 @@ class StateExchange:
         """
         started = time.monotonic()
         asked = share_of(donors, receiver=group.rank)
-        addresses = [peer.donor_address for peer in group.generation.peers_of(asked)]
+        peers = group.generation.peers_of(asked)
+        addresses = [peer.donor_address for peer in peers]
+        keys = [peer.donor_key for peer in peers] if self._settings.calling_tls is not None else []
         try:
             with group.guarding() as guard:
                 # Aside: where ranks take turns, a donor may need its turn to offer what this one waits for.
                 state, size = run_aside(
-                    lambda: take_state(addresses, group.generation.nonce, timeout=self._settings.collective_timeout, guard=guard),
+                    lambda: take_state(
+                        addresses, group.generation.nonce, timeout=self._settings.collective_timeout, keys=keys, guard=guard
+                    ),
                     f"for the state of ranks {list(asked)}",
                 )
         except CorruptDataError as damage:

@@ -25,7 +25,7 @@ from shoal_common.allocator import keep_freed_memory
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import ConfigurationError, MembershipChanged, ShoalError, StaleGenerationError, UnavailableError
 from shoal_common.exit_status import PUT_OUT
-from shoal_common.rpc.channel import ChannelSettings
+from shoal_common.process_secrets import take_secrets
 from shoal_common.settings import Address
 from shoal_common.telemetry import HttpServer, serve_metrics
 
@@ -170,6 +170,7 @@ def open_session(settings: WorkerSettings | None = None) -> Session:
     if world is not None and world.seat is not None:
         return open_fixed(world.seat)
     settings = settings or WorkerSettings()
+    take_secrets()  # what the script starts has no use for them
     if settings.coordinator is not None or mpi_world_size() > 1:
         keep_freed_memory()  # gradients, and an optimizer's intermediate results, come and go in every step
     if settings.coordinator is None and mpi_world_size() > 1:
@@ -196,9 +197,9 @@ def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetr
         if http is not None:
             undo.callback(http.close)
         host = settings.interface or _address_towards(coordinator)
-        donor = StateDonor(host)
+        donor = StateDonor(host, secure=settings.calling_tls is not None)
         undo.callback(donor.close)
-        client = CoordinatorClient(ChannelSettings(address=coordinator, token=settings.token, tls=settings.tls))
+        client = CoordinatorClient(settings.channel(coordinator))
         client.run = run_message(settings.run)
         identity = MemberIdentity(
             job_id=settings.job_id,

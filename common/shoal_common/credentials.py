@@ -1,0 +1,197 @@
+"""Tokens, keys and certificates as people give them: which settings and flags there are, the same for every command and service.
+
+A secret is never an argument, since every process list shows those: it stands in a file that a flag names, or in a variable. What a
+process has read from a variable it keeps to itself (process_secrets.py), so that the processes which it starts do not inherit it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+from urllib.parse import urlsplit
+
+from pydantic import SecretStr
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource
+
+from shoal_common.errors import ConfigurationError
+from shoal_common.process_secrets import taken_secrets
+from shoal_common.security import TlsSettings, TokenTable
+from shoal_common.settings import ShoalSettings
+
+if TYPE_CHECKING:
+    from shoal_common.rpc.channel import ChannelSettings
+
+CALLER_FLAGS: Final[Mapping[str, str]] = {
+    "--tls-ca": "certificates (PEM) that the services' must be signed by: TLS",
+    "--tls-cert": "own certificate chain (PEM), where clients need one",
+    "--tls-key": "its private key (PEM)",
+    "--token-file": "file with the bearer token of this caller",
+}
+"""Flag -> help, of whatever calls a service. As variables: SHOAL_TLS_CA and so on."""
+
+_SERVICE_FLAGS: Final[Mapping[str, str]] = {
+    "--tokens": "lines `role: token` or `role@job: token`: who may call (default: everyone)",
+    "--tls-cert": "this service's certificate chain (PEM); with its key: TLS",
+    "--tls-key": "its private key (PEM)",
+    "--tls-client-ca": "certificates (PEM) that clients' must be signed by: mutual TLS",
+}
+
+_RENAMED: Final[Mapping[str, str]] = {
+    "TLS_AUTHORITY": "TLS_CA",
+    "TLS_CERTIFICATE": "TLS_CERT",
+    "TLS_REQUIRE_CLIENT_CERTIFICATE": "TLS_CLIENT_CA",
+}
+
+
+def read_secret(path: Path, what: str) -> str:
+    """Returns the secret in a file, without the end of its line. Raises ConfigurationError: it cannot be read, or holds nothing."""
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{what}: the file {path} cannot be read: {error}") from error
+    if not text or "\n" in text:
+        raise ConfigurationError(f"{what}: the file {path} holds {'several lines' if text else 'nothing'}; expected one line, the secret")
+    return text
+
+
+class _SecuritySettings(ShoalSettings):
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Secrets that this process has taken out of its environment count as if they were there still."""
+        prefix = str(cls.model_config.get("env_prefix", ""))
+        _refuse_old_names(prefix, os.environ)
+        taken = {name.removeprefix(prefix).lower(): value for name, value in taken_secrets().items() if name.startswith(prefix)}
+        known = {field: value for field, value in taken.items() if field in cls.model_fields}
+        return init_settings, env_settings, InitSettingsSource(settings_cls, init_kwargs=known)
+
+
+class CallerSettings(_SecuritySettings):
+    """Settings of a process that calls services: what it shows them, and by what it knows them."""
+
+    token: SecretStr | None = None
+    """Bearer token; in a variable only."""
+
+    token_file: Path | None = None
+    """File that holds the bearer token."""
+
+    tls_ca: Path | None = None
+    """Certificates (PEM) that the services' must be signed by; None: plain text."""
+
+    tls_cert: Path | None = None
+    """Own certificate chain (PEM), for mutual TLS."""
+
+    tls_key: Path | None = None
+    """Its private key (PEM)."""
+
+    @property
+    def bearer_token(self) -> str | None:
+        """The token, wherever it stands. Raises ConfigurationError when its file cannot be read."""
+        if self.token_file is not None:
+            return read_secret(self.token_file, "token-file")
+        return None if self.token is None else self.token.get_secret_value()
+
+    def channel(self, address: str, **more: Any) -> ChannelSettings:
+        """How to call the service at host:port. `more`: other fields of ChannelSettings. Raises ConfigurationError."""
+        from shoal_common.rpc.channel import ChannelSettings  # gRPC: commands that fail before they call anybody do without it
+
+        return ChannelSettings(address=address, token=self.bearer_token, tls=self.calling_tls, **more)
+
+    @property
+    def calling_tls(self) -> TlsSettings | None:
+        """For calls; None: plain text. Raises ConfigurationError for a certificate without its key."""
+        if self.tls_ca is None and self.tls_cert is None and self.tls_key is None:
+            return None
+        return TlsSettings(authority=self.tls_ca, certificate=self.tls_cert, key=self.tls_key)
+
+
+class ServiceSettings(_SecuritySettings):
+    """Settings of a process that serves others: whom it lets in."""
+
+    tokens: Path | None = None
+    """File of `role: token` or `role@job: token` lines: who may call. None: everyone."""
+
+    tls_cert: Path | None = None
+    """Certificate chain of this service (PEM); None: plain text."""
+
+    tls_key: Path | None = None
+    """Its private key (PEM)."""
+
+    tls_client_ca: Path | None = None
+    """Mutual TLS: certificates (PEM) that clients' must be signed by; None: clients need none."""
+
+    insecure: bool = False
+    """Allows a `listen` address that other machines can reach without TLS or without tokens."""
+
+    @property
+    def serving_tls(self) -> TlsSettings | None:
+        """For serving; None: plain text. Raises ConfigurationError for half of a pair, or for a client CA without a certificate."""
+        if self.tls_cert is None and self.tls_key is None:
+            if self.tls_client_ca is not None:
+                raise ConfigurationError(
+                    f"--tls-client-ca {self.tls_client_ca} without --tls-cert and --tls-key: clients show certificates over TLS only; give "
+                    "this service a certificate and its key"
+                )
+            return None
+        return TlsSettings(certificate=self.tls_cert, key=self.tls_key, client_authority=self.tls_client_ca)
+
+    @property
+    def token_table(self) -> TokenTable:
+        """Who may call. Raises ConfigurationError when the file cannot be read."""
+        return TokenTable.open() if self.tokens is None else TokenTable.from_file(self.tokens)
+
+
+def _refuse_old_names(prefix: str, environment: Mapping[str, str]) -> None:
+    """Raises ConfigurationError for a variable under the name of an earlier release: to pass it over would be to do without TLS."""
+    for old, new in _RENAMED.items():
+        if environment.get(f"{prefix}{old}"):
+            raise ConfigurationError(f"the variable {prefix}{old} is called {prefix}{new} now; rename it")
+
+
+# -------------------------------------------------------------------------------------------------------------------------------- flags
+
+
+def add_service_flags(parser: argparse.ArgumentParser, *, calls: bool) -> None:
+    """Adds the flags of ServiceSettings; with `calls` also those of CallerSettings that a service does not have anyway."""
+    flags = dict(_SERVICE_FLAGS)
+    if calls:
+        flags |= {flag: text for flag, text in CALLER_FLAGS.items() if flag not in flags}
+    for flag, text in flags.items():
+        parser.add_argument(flag, metavar="FILE", help=text)
+    parser.add_argument("--insecure", action="store_true", default=None, help="serve other machines without TLS or tokens")
+
+
+def refuse_password(flag: str, url: str | None, remedy: str) -> None:
+    """Raises ConfigurationError, with the remedy, for a URL among the arguments that has a password."""
+    if url is not None and _has_password(url):
+        raise ConfigurationError(
+            f"{flag}: a password among the arguments can be read by everyone on this machine; {remedy}", reason="SECRET_IN_ARGUMENTS"
+        )
+
+
+class RefusedToken(argparse.Action):
+    """`--token VALUE`: names the remedy."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        raise ConfigurationError(
+            "--token: a token among the arguments can be read by everyone on this machine; put it into a file that only you can read, and "
+            "give --token-file FILE (or set the variable)",
+            reason="SECRET_IN_ARGUMENTS",
+        )
+
+
+def _has_password(url: str) -> bool:
+    try:
+        return urlsplit(url).password is not None or bool(re.search(r"[?&]password=", url))
+    except ValueError:
+        return "@" in url

@@ -1,0 +1,241 @@
+"""A cluster with mutual TLS and tokens for each role and job, used by the commands that its people use."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from shoal_common.certificates import PairContexts
+from shoal_common.clients.coordinator import CoordinatorClient
+from shoal_common.errors import AuthenticationError, ShoalError, UnavailableError
+from shoal_common.rpc.channel import ChannelSettings
+from shoal_common.security import TlsSettings
+
+from tests.zygote.children import eventually
+
+Shell = Any  # of tests/integration/conftest.py
+Command = Any
+
+SCRIPT = """
+import subprocess, sys
+import shoal, torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+torch.set_num_threads(1)
+shoal.init()
+helper = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+torch.manual_seed(0)
+net = nn.Linear(4, 1)
+model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 1e-3), strategy=sys.argv[1])
+x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+options = {"batch_size": 4} if sys.argv[1] == "async_sgd" else {"global_batch_size": 16}
+loader = shoal.ElasticDataLoader(TensorDataset(x, x.sum(1, keepdim=True)), **options)
+said = False
+for _ in loader.epochs(1_000_000):
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        if optimizer.step() and not said:
+            said = True
+            print("trains", flush=True)
+helper.stdin.close()
+helper.wait()
+print("after the loop", flush=True)
+"""
+
+
+class Cluster:
+    """A coordinator that asks everyone for a certificate and a token, and what its people have in their files."""
+
+    def __init__(self, shell: Shell) -> None:
+        self.shell = shell
+        self.directory = directory = shell.directory / "cluster"
+        status, out, err = shell.run("certs", directory / "certs", "coordinator")
+        assert status == 0, err
+        assert "ca.pem" in out
+        self.secrets: dict[str, str] = {}
+        for holder in ("admin", "viewer", "worker@ddp", "worker@async", "server@async", "admin@ddp"):
+            self.secrets[holder] = secrets.token_urlsafe(24)
+            self.token(holder).write_text(f"{self.secrets[holder]}\n")
+        (directory / "tokens").write_text("".join(f"{holder}: {token}\n" for holder, token in self.secrets.items()))
+        self.coordinator = self.service("coordinator", "shoal_coordinator")
+        self.address: str = self.ports("coordinator", self.coordinator)["grpc"]
+
+    def token(self, holder: str) -> Path:
+        return self.directory / f"{holder}.token"
+
+    def pem(self, name: str) -> Path:
+        return self.directory / "certs" / name
+
+    def service(self, name: str, module: str, *flags: str | Path) -> Command:
+        own = ("--tls-cert", self.pem("server.pem"), "--tls-key", self.pem("server.key"), "--tls-client-ca", self.pem("ca.pem"))
+        common = ("--tokens", self.directory / "tokens", "--port-file", self.directory / f"{name}.json", *own)
+        return self.shell.start_program(sys.executable, "-m", module, *common, *flags)
+
+    def ports(self, name: str, command: Command) -> dict[str, Any]:
+        path = self.directory / f"{name}.json"
+        command.wait_for(path.exists, "its port file")
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+
+    def flags(self, holder: str) -> tuple[str | Path, ...]:
+        """What everybody gives to every command."""
+        shown = ("--tls-cert", self.pem("client.pem"), "--tls-key", self.pem("client.key"))
+        return ("--tls-ca", self.pem("ca.pem"), *shown, "--token-file", self.token(holder))
+
+    def asked(self, holder: str, command: str, *arguments: str) -> tuple[int, str, str]:
+        """A command about the cluster: status, standard output, standard error."""
+        found: tuple[int, str, str] = self.shell.run(command, "--coordinator", self.address, *self.flags(holder), *arguments)
+        return found
+
+    def run(self, job: str, *arguments: str | Path, **variables: str) -> Command:
+        flags = ("--rdzv-endpoint", self.address, "--rdzv-id", job, "--nproc-per-node", "2", "--max-restarts", "3")
+        return self.shell.start("run", *flags, *arguments, **variables)
+
+    def client(self, holder: str) -> CoordinatorClient:
+        tls = TlsSettings(authority=self.pem("ca.pem"), certificate=self.pem("client.pem"), key=self.pem("client.key"))
+        return CoordinatorClient(ChannelSettings(address=self.address, tls=tls, token=self.secrets[holder]))
+
+    def close(self) -> None:
+        self.coordinator.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(shared_shell: Shell) -> Iterator[Cluster]:
+    running = Cluster(shared_shell)
+    yield running
+    running.close()
+
+
+def workers(command: Command) -> list[psutil.Process]:
+    """Those that run the script, not what they have started."""
+    return [process for process in command.family() if "script.py" in " ".join(process.cmdline()) and process.ppid() == command.process.pid]
+
+
+def seen_of(process: psutil.Process) -> bytes:
+    """What others of this user can see of it."""
+    with contextlib.suppress(OSError):
+        folder = Path(f"/proc/{process.pid}")
+        return (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
+    return b""
+
+
+def test_a_run_trains_over_tls_and_a_replacement_takes_its_state(cluster: Cluster) -> None:
+    """By flags alone. The processes of the run, and those that its script has started, hold no secret in arguments or environment."""
+    script = cluster.shell.script(SCRIPT)
+    command = cluster.run("ddp", *cluster.flags("worker@ddp"), script, "ddp")
+    command.wait_for(lambda: command.stdout.count("trains") == 2, "both workers to train")
+    family = command.family()
+    assert len(family) >= 5, "the launcher, two workers, and a process of each"
+    for process in [*family, *cluster.coordinator.family()]:
+        seen = seen_of(process)
+        for token in cluster.secrets.values():
+            assert token.encode() not in seen, process.cmdline()
+    with cluster.client("admin") as client:
+        for rank in client.get_job("ddp").generation.ranks:
+            connection = socket.create_connection(rank.donor_address.rsplit(":", 1), timeout=60)  # where peers take its state
+            with PairContexts.caller().wrap_socket(connection) as channel:
+                assert channel.version() == "TLSv1.3"
+    workers(command)[0].send_signal(signal.SIGKILL)
+    command.wait_for(lambda: command.stdout.count("trains") == 3, "the replacement to train with what a peer has given it")
+    for holder, asked in (("viewer", "status"), ("viewer", "events"), ("worker@ddp", "status")):
+        status, out, err = cluster.asked(holder, asked, "--job", "ddp")
+        assert (status, bool(out)) == (0, True), err
+    status, out, err = cluster.asked("viewer", "top", "--once", "--job", "ddp")
+    assert (status, "ddp" in out) == (0, True), err
+    status, out, err = cluster.asked("viewer", "jobs", "--json")
+    assert {job["job_id"] for job in json.loads(out)} >= {"ddp"}, err
+    for holder, said in (("viewer", "role viewer may not call"), ("worker@async", "is for job 'async', not for 'ddp'")):
+        status, _, err = cluster.asked(holder, "status" if "@" in holder else "stop", "--job", "ddp")
+        assert (status, said in err) == (1, True), err
+    status, _, err = cluster.asked("admin@ddp", "stop", "--job", "ddp")
+    assert status == 0, err
+    command.wait()
+    assert command.stdout.count("after the loop") == 2, command.stderr
+    command.wait_until_gone()
+
+
+def test_asynchronous_training_goes_over_tls_to_servers_that_ask_for_tokens(cluster: Cluster) -> None:
+    """The worker's token is in a variable, that of the launcher alone: it goes no further than that process."""
+    script = cluster.shell.script(SCRIPT)
+    variables = {
+        "SHOAL_TLS_CA": str(cluster.pem("ca.pem")),
+        "SHOAL_TLS_CERT": str(cluster.pem("client.pem")),
+        "SHOAL_TLS_KEY": str(cluster.pem("client.key")),
+        "SHOAL_TOKEN": cluster.secrets["worker@async"],
+    }
+    command = cluster.run("async", "--servers", "1", script, "async_sgd", **variables)
+    command.wait_for(lambda: "async" in cluster.asked("admin", "jobs")[1], "the job")
+    calls = ("--tls-ca", cluster.pem("ca.pem"), "--token-file", cluster.token("server@async"))
+    job = ("--coordinator", cluster.address, "--job", "async", "--server-id", "ps", "--snapshot-interval", "0s")
+    server = cluster.service("ps", "shoal_ps_server", *job, *calls)
+    command.wait_for(lambda: command.stdout.count("trains") == 2, "both workers to push")
+    family = command.family()
+    assert len(family) >= 5
+    for process in [*family, *server.family()]:
+        seen = seen_of(process)
+        for holder, token in cluster.secrets.items():
+            own = process.pid == command.process.pid and holder == "worker@async"
+            assert own or token.encode() not in seen, process.cmdline()
+    for worker in workers(command):
+        for child in worker.children():
+            assert "SHOAL_TOKEN" not in child.environ()
+    status, _, err = cluster.asked("admin", "stop", "--job", "async")
+    assert status == 0, err
+    command.wait()
+    assert command.stdout.count("after the loop") == 2, command.stderr
+    server.wait()
+
+
+def test_submitted_runs_are_given_the_flags_and_show_no_secret(cluster: Cluster) -> None:
+    script = cluster.shell.script(SCRIPT)
+    status, _, err = cluster.asked("worker@ddp", "submit", "--job", "ddp", str(script), "ddp")
+    assert status == 0, err
+    eventually(lambda: "trains" in cluster.asked("worker@ddp", "logs", "--job", "ddp")[1], "the submitted run to train")
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.uids().real == os.getuid():
+                assert cluster.secrets["worker@ddp"].encode() not in seen_of(process), process.cmdline()
+    status, _, err = cluster.asked("admin@ddp", "stop", "--job", "ddp")
+    assert status == 0, err
+    eventually(lambda: "after the loop" in cluster.asked("worker@ddp", "logs", "--job", "ddp")[1], "its end")
+
+
+@pytest.mark.parametrize("command", ["status", "top", "jobs", "events", "stop", "drain", "kill"])
+def test_a_command_without_a_certificate_is_not_let_in(cluster: Cluster, command: str) -> None:
+    more = {"drain": ("0",), "kill": ("0",), "top": ("--once",)}.get(command, ())
+    job = () if command == "jobs" else ("--job", "ddp")
+    flags = ("--coordinator", cluster.address, "--tls-ca", cluster.pem("ca.pem"), "--token-file", cluster.token("admin"), *job, *more)
+    status, out, err = cluster.shell.run(command, *flags)
+    assert status != 0, out
+    assert "Traceback" not in err
+
+
+def test_neither_a_token_alone_nor_a_certificate_alone_opens_anything(cluster: Cluster) -> None:
+    client = {"certificate": cluster.pem("client.pem"), "key": cluster.pem("client.key")}
+    for tls, token, refused in (
+        (TlsSettings(authority=cluster.pem("ca.pem")), cluster.secrets["admin"], UnavailableError),
+        (None, cluster.secrets["admin"], UnavailableError),
+        (TlsSettings(authority=cluster.pem("ca.pem"), **client), None, AuthenticationError),
+        (TlsSettings(authority=cluster.pem("ca.pem"), **client), "guess", AuthenticationError),
+    ):
+        with CoordinatorClient(ChannelSettings(address=cluster.address, tls=tls, token=token, attempts=1)) as caller:
+            with pytest.raises(ShoalError) as caught:
+                caller.list_jobs()
+            assert isinstance(caught.value, refused)
+
+
+def test_a_token_among_the_arguments_is_refused_with_the_remedy(cluster: Cluster) -> None:
+    status, _, err = cluster.shell.run("status", "--coordinator", cluster.address, "--token", "hunter2")
+    assert (status, "--token-file" in err, "hunter2" in err) == (2, True, False), err

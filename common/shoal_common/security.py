@@ -21,6 +21,8 @@ from typing import Final
 from shoal_common.errors import AuthenticationError, ConfigurationError, PermissionDeniedError
 
 BEARER: Final = "Bearer "
+MEMBER_KEY: Final = "shoal-member-key"
+"""gRPC metadata: the secret by which the coordinator and the servers know one member from another that has the same token."""
 _JOB_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -227,6 +229,20 @@ def _checked(what: str, path: Path, load: Callable[[], object]) -> None:
         load()
     except (OSError, ssl.SSLError) as error:
         raise ConfigurationError(f"TLS {what} {path}: {error}; expected unencrypted PEM files that belong together") from error
+
+
+def member_key_digest(key: str) -> str:
+    """Returns what those keep who are to know a member's key again: 32 hexadecimal digits; of no key none."""
+    return hashlib.sha256(b"member\0" + key.encode()).hexdigest()[:32] if key else ""
+
+
+def check_member_key(member_id: str, known: str, key: str) -> None:
+    """Raises PermissionDeniedError (MEMBER_KEY_WRONG) unless `key` is the one whose digest is `known`: empty for members without one."""
+    if known and not hmac.compare_digest(known, member_key_digest(key)):
+        raise PermissionDeniedError(
+            f"member {member_id!r} is another process than the caller, which does not have its key; each process speaks for itself alone",
+            reason="MEMBER_KEY_WRONG",
+        )
 
 
 def _digest(token: str) -> bytes:

@@ -15,7 +15,7 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -324,7 +324,7 @@ class ParameterServer:
         """The session is broken; training goes on."""
         self._metrics.coordinator_connected.set(0)
 
-    def members(self, generation: int, member_ids: tuple[str, ...]) -> None:
+    def members(self, generation: int, member_ids: tuple[str, ...], key_digests: Mapping[str, str]) -> None:
         """The members of a generation. Raises ConfigurationError when the coordinator's job is another one than this server's."""
         held = self._membership.fence.generation
         if generation < held:
@@ -333,7 +333,7 @@ class ParameterServer:
                 f"job {self._settings.job!r} is at generation {generation} with the coordinator, but this server holds values of its "
                 f"generation {held}: the job was made anew; start this server with an empty data directory, or give the job another name"
             )
-        change = self._membership.learn(generation, member_ids)
+        change = self._membership.learn(generation, member_ids, key_digests)
         self._changes.members_changed()
         self._shard.forget(change.forgotten)
         self._shard.keep_bases_of(self._membership.fence.members)

@@ -15,7 +15,7 @@ import os
 import secrets
 import socket
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -116,8 +116,9 @@ class Listener(Protocol):
     def disconnected(self) -> None:
         """The session is broken and will be opened again."""
 
-    def members(self, generation: int, member_ids: tuple[str, ...]) -> None:
-        """The members of a generation. Raises ConfigurationError when the server cannot be one of theirs."""
+    def members(self, generation: int, member_ids: tuple[str, ...], key_digests: Mapping[str, str]) -> None:
+        """The members of a generation, and the digests of the keys of those that have one. Raises ConfigurationError when the server cannot
+        be one of theirs."""
 
     def placed(self, place: Place) -> None:
         """What this server is; after every welcome, and at every change."""
@@ -277,7 +278,10 @@ class CoordinatorSession:
                     raise UnavailableError("the coordinator ended the session", reason="SESSION_ENDED")
                 match directive.WhichOneof("directive"):
                     case "members":
-                        self._listener.members(directive.members.generation, tuple(directive.members.member_ids))
+                        told = directive.members
+                        keyed = zip(told.member_ids, told.key_digests, strict=False)  # an older coordinator tells none
+                        digests = {member: digest.hex() for member, digest in keyed if digest}
+                        self._listener.members(told.generation, tuple(told.member_ids), digests)
                     case "place":
                         self._listener.placed(_place(directive.place))
                     case "settled":

@@ -6,18 +6,23 @@ Launchers set these; a user's script never needs to. Everything else in the pack
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import uuid
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 from pydantic_settings import SettingsConfigDict
 from shoal_common.bulk.transport import Transport
 from shoal_common.credentials import CallerSettings, read_secret
 from shoal_common.errors import ConfigurationError
 from shoal_common.redis import with_authority
+
+if TYPE_CHECKING:
+    from shoal_common.rpc.channel import ChannelSettings
 
 
 def _default_host() -> str:
@@ -37,6 +42,9 @@ class WorkerSettings(CallerSettings):
     """The job's run that the launcher is in, as `number:milliseconds` (when it began); empty: the newest."""
     member_id: str = Field(default_factory=lambda: uuid.uuid4().hex)
     """This process, this incarnation."""
+    member_key: SecretStr = Field(default_factory=lambda: SecretStr(secrets.token_hex(16)))
+    """By which the services know this member from others that have the same token. A launcher makes it, so that it can tell of the end of a
+    process that is its own."""
     launcher_id: str = ""
     """The launcher that started it."""
     local_index: int = Field(default=0, ge=0)
@@ -74,6 +82,10 @@ class WorkerSettings(CallerSettings):
     """Longest time to connect the process group of a new generation."""
     away_timeout_s: float = Field(default=86400.0, gt=0)
     """Longest wait for a coordinator that is away, where training cannot go on without it. It does not count as waiting for a rank."""
+
+    def channel(self, address: str, **more: Any) -> ChannelSettings:
+        """As CallerSettings: calls of this member, with its key."""
+        return super().channel(address, member_key=self.member_key.get_secret_value(), **more)
 
     def store_at(self, told: str) -> str:
         """Returns the Redis URL of the rendezvous stores: this worker's own, else the one that the coordinator has told it. Raises

@@ -25,10 +25,18 @@ class Caller:
         self._settings = settings
         self._closed = False
 
-    def unary(self, method: str, request: Any, response: type[ResponseT], deadline: timedelta | None) -> ResponseT:
-        """One answer, of type `response`. DeadlineError after `deadline` (None: the settings')."""
+    def unary(
+        self,
+        method: str,
+        request: Any,
+        response: type[ResponseT],
+        deadline: timedelta | None,
+        *,
+        metadata: tuple[tuple[str, str], ...] = (),
+    ) -> ResponseT:
+        """One answer, of type `response`. `metadata`: of this call alone. DeadlineError after `deadline` (None: the settings')."""
         with self.errors(method):
-            answer: ResponseT = getattr(self._stub, method)(request, timeout=self.seconds(deadline))
+            answer: ResponseT = getattr(self._stub, method)(request, timeout=self.seconds(deadline), metadata=metadata)
             return answer
 
     def stream(self, method: str, request: Any, response: type[ResponseT], deadline: timedelta | None) -> ResponseStream[ResponseT]:

@@ -19,6 +19,7 @@ from shoal_protos.v1.coordinator_pb2_grpc import CoordinatorStub
 
 from shoal_common.clients.calls import Caller, ResponseStream
 from shoal_common.rpc.channel import ChannelSettings
+from shoal_common.security import MEMBER_KEY
 
 
 class CoordinatorClient:
@@ -60,17 +61,20 @@ class CoordinatorClient:
         job_id: str,
         member_id: str,
         *,
+        key: str = "",
         exit_code: int,
         signal: int = 0,
         failure: str = "",
         finished: bool = False,
         deadline: timedelta | None = None,
     ) -> pb.ReportExitResponse:
-        """`failure`: not empty, the job ends with it. `finished`: it came to the end of its script."""
+        """`key`: the member's, if it has one; an admin needs none. `failure`: not empty, the job ends with it. `finished`: it came to the
+        end of its script."""
         request = pb.ReportExitRequest(
             job_id=job_id, member_id=member_id, exit_code=exit_code, signal=signal, failure=failure, finished=finished, run=self.run
         )
-        return self._caller.unary("ReportExit", request, pb.ReportExitResponse, deadline)
+        metadata = ((MEMBER_KEY, key),) if key else ()
+        return self._caller.unary("ReportExit", request, pb.ReportExitResponse, deadline, metadata=metadata)
 
     def drain_member(
         self,

@@ -15,9 +15,9 @@ import grpc
 import grpc.aio
 
 from shoal_common.errors import ConfigurationError
-from shoal_common.rpc.client_interceptors import async_bearer_token, sync_bearer_token
+from shoal_common.rpc.client_interceptors import AUTHORIZATION, Entries, async_metadata, sync_metadata
 from shoal_common.rpc.idempotence import service_config
-from shoal_common.security import TlsSettings
+from shoal_common.security import BEARER, MEMBER_KEY, TlsSettings
 from shoal_common.settings import parse_address
 
 
@@ -33,6 +33,9 @@ class ChannelSettings:
 
     token: str | None = field(default=None, repr=False)
     """Bearer token sent with every call; None: none."""
+
+    member_key: str | None = field(default=None, repr=False)
+    """Sent with every call of a member: by it the services know that it speaks for itself. None: the caller is no member."""
 
     server_name: str | None = None
     """The name the server's certificate must have, where it is not the host of `address`."""
@@ -78,18 +81,24 @@ def channel(settings: ChannelSettings, *, interceptors: Sequence[Any] = ()) -> g
         plain = grpc.insecure_channel(settings.address, options=options)
     else:
         plain = grpc.secure_channel(settings.address, credentials, options=options)
-    token = () if settings.token is None else (sync_bearer_token(settings.token),)
-    return grpc.intercept_channel(plain, *interceptors, *token)
+    entries = _entries(settings)
+    return grpc.intercept_channel(plain, *interceptors, *((sync_metadata(entries),) if entries else ()))
 
 
 def aio_channel(settings: ChannelSettings, *, interceptors: Sequence[grpc.aio.ClientInterceptor] = ()) -> grpc.aio.Channel:
     """The same for the running event loop."""
     credentials = _credentials(settings)
     options = _options(settings)
-    chain = [*interceptors, *(() if settings.token is None else async_bearer_token(settings.token))]
+    entries = _entries(settings)
+    chain = [*interceptors, *(async_metadata(entries) if entries else ())]
     if credentials is None:
         return grpc.aio.insecure_channel(settings.address, options=options, interceptors=chain)
     return grpc.aio.secure_channel(settings.address, credentials, options=options, interceptors=chain)
+
+
+def _entries(settings: ChannelSettings) -> Entries:
+    token = () if settings.token is None else ((AUTHORIZATION, f"{BEARER}{settings.token}"),)
+    return (*token, *(() if settings.member_key is None else ((MEMBER_KEY, settings.member_key),)))
 
 
 def _credentials(settings: ChannelSettings) -> grpc.ChannelCredentials | None:

@@ -1,4 +1,4 @@
-"""The bearer token on every outgoing call.
+"""What every outgoing call shows of its caller: the bearer token, and a member's key.
 
 gRPC's own call credentials refuse to travel without TLS; an interceptor also works on insecure loopback, where tests and local clusters
 run.
@@ -13,31 +13,32 @@ import grpc
 import grpc.aio
 
 AUTHORIZATION = "authorization"
+Entries = tuple[tuple[str, str], ...]
 
 
 class _SyncDetails(grpc.ClientCallDetails):
-    """The details of a call with one more metadata entry."""
+    """The details of a call with more metadata entries."""
 
-    def __init__(self, details: Any, entry: tuple[str, str]) -> None:
+    def __init__(self, details: Any, entries: Entries) -> None:
         self.method = details.method
         self.timeout = details.timeout
-        self.metadata = (*(details.metadata or ()), entry)
+        self.metadata = (*(details.metadata or ()), *entries)
         self.credentials = details.credentials
         self.wait_for_ready = details.wait_for_ready
         self.compression = details.compression
 
 
-class _SyncBearer(
+class _SyncMetadata(
     grpc.UnaryUnaryClientInterceptor,
     grpc.UnaryStreamClientInterceptor,
     grpc.StreamUnaryClientInterceptor,
     grpc.StreamStreamClientInterceptor,
 ):
-    def __init__(self, token: str) -> None:
-        self._entry = (AUTHORIZATION, f"Bearer {token}")
+    def __init__(self, entries: Entries) -> None:
+        self._entries = entries
 
     def _intercept(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
-        return continuation(_SyncDetails(details, self._entry), request)
+        return continuation(_SyncDetails(details, self._entries), request)
 
     intercept_unary_unary = _intercept
     intercept_unary_stream = _intercept
@@ -45,38 +46,38 @@ class _SyncBearer(
     intercept_stream_stream = _intercept
 
 
-class _AsyncBearer:
-    def __init__(self, token: str) -> None:
-        self._entry = (AUTHORIZATION, f"Bearer {token}")
+class _AsyncMetadata:
+    def __init__(self, entries: Entries) -> None:
+        self._entries = entries
 
     async def _intercept(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
-        metadata = grpc.aio.Metadata(*(details.metadata or ()), self._entry)
+        metadata = grpc.aio.Metadata(*(details.metadata or ()), *self._entries)
         return await continuation(
             grpc.aio.ClientCallDetails(details.method, details.timeout, metadata, details.credentials, details.wait_for_ready), request
         )
 
 
-class _AsyncUnaryUnary(_AsyncBearer, grpc.aio.UnaryUnaryClientInterceptor):
-    intercept_unary_unary = _AsyncBearer._intercept
+class _AsyncUnaryUnary(_AsyncMetadata, grpc.aio.UnaryUnaryClientInterceptor):
+    intercept_unary_unary = _AsyncMetadata._intercept
 
 
-class _AsyncUnaryStream(_AsyncBearer, grpc.aio.UnaryStreamClientInterceptor):
-    intercept_unary_stream = _AsyncBearer._intercept
+class _AsyncUnaryStream(_AsyncMetadata, grpc.aio.UnaryStreamClientInterceptor):
+    intercept_unary_stream = _AsyncMetadata._intercept
 
 
-class _AsyncStreamUnary(_AsyncBearer, grpc.aio.StreamUnaryClientInterceptor):
-    intercept_stream_unary = _AsyncBearer._intercept
+class _AsyncStreamUnary(_AsyncMetadata, grpc.aio.StreamUnaryClientInterceptor):
+    intercept_stream_unary = _AsyncMetadata._intercept
 
 
-class _AsyncStreamStream(_AsyncBearer, grpc.aio.StreamStreamClientInterceptor):
-    intercept_stream_stream = _AsyncBearer._intercept
+class _AsyncStreamStream(_AsyncMetadata, grpc.aio.StreamStreamClientInterceptor):
+    intercept_stream_stream = _AsyncMetadata._intercept
 
 
-def sync_bearer_token(token: str) -> grpc.UnaryUnaryClientInterceptor:
+def sync_metadata(entries: Entries) -> grpc.UnaryUnaryClientInterceptor:
     """One interceptor for all four kinds of call."""
-    return _SyncBearer(token)
+    return _SyncMetadata(entries)
 
 
-def async_bearer_token(token: str) -> tuple[grpc.aio.ClientInterceptor, ...]:
+def async_metadata(entries: Entries) -> tuple[grpc.aio.ClientInterceptor, ...]:
     """Four: grpc.aio files each interceptor under the first kind that it recognises."""
-    return (_AsyncUnaryUnary(token), _AsyncUnaryStream(token), _AsyncStreamUnary(token), _AsyncStreamStream(token))
+    return (_AsyncUnaryUnary(entries), _AsyncUnaryStream(entries), _AsyncStreamUnary(entries), _AsyncStreamStream(entries))

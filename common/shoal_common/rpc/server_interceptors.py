@@ -16,7 +16,7 @@ import grpc.aio
 from shoal_common.errors import AuthenticationError, PermissionDeniedError, ShoalError
 from shoal_common.rpc.handlers import surrounded, with_behaviour
 from shoal_common.rpc.status import abort, as_shoal_error
-from shoal_common.security import ANY_ROLE, ANYONE, Holder, Role, TokenTable
+from shoal_common.security import ANY_ROLE, ANYONE, MEMBER_KEY, Holder, Role, TokenTable
 
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]]
 
@@ -56,9 +56,17 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 _caller: ContextVar[Holder] = ContextVar("caller", default=ANYONE)
 
 
+_member_key: ContextVar[str] = ContextVar("member_key", default="")
+
+
 def caller() -> Holder:
     """Who makes the call that is being handled. Only within a handler."""
     return _caller.get()
+
+
+def member_key() -> str:
+    """The member's key that the call being handled has shown; empty: none. Only within a handler."""
+    return _member_key.get()
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
@@ -77,16 +85,20 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler | None:
         handler = await continuation(handler_call_details)
-        if handler is None or self._tokens.is_open or handler_call_details.method.startswith(_HEALTH):
+        if handler is None or handler_call_details.method.startswith(_HEALTH):
             return handler
         try:
-            holder = self._admitted(handler_call_details)
+            holder = ANYONE if self._tokens.is_open else self._admitted(handler_call_details)
         except ShoalError as refusal:
             return _refusing(handler, refusal)
+        key = next((str(value) for name, value in handler_call_details.invocation_metadata or () if name == MEMBER_KEY), "")
+        if holder is ANYONE and not key:
+            return handler
 
         @asynccontextmanager
         async def named(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
             _caller.set(holder)  # in the call's own task
+            _member_key.set(key)
             yield
 
         return surrounded(handler, named)

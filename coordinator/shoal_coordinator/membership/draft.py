@@ -7,7 +7,7 @@ noted so that only that is written. A draft belongs to one call of `transition`;
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 
 from shoal_coordinator.membership.batches import Epoch, Ledger, Loader, first_key_of
@@ -229,6 +229,11 @@ class Draft:
     def place_of(self, member_id: str) -> int | None:
         """A member's rank in the newest generation; None: it has none there."""
         return None if self.generation is None else self.generation.rank_of.get(member_id)
+
+    def key_digests(self, member_ids: Iterable[str]) -> tuple[str, ...]:
+        """`Identity.key_digest` of each; empty for those that are no members any more."""
+        found = (self.members.get(member_id) for member_id in member_ids)
+        return tuple("" if member is None else member.identity.key_digest for member in found)
 
     # ------------------------------------------------------------------------------------------------------------ servers
 

@@ -87,6 +87,8 @@ class SendMembers:
 
     generation: int
     member_ids: tuple[str, ...]
+    key_digests: tuple[str, ...]
+    """`Identity.key_digest` of each."""
     server_id: str | None = None
 
 

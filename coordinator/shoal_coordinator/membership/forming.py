@@ -49,7 +49,8 @@ def form(draft: Draft, cause: Cause, reason: str, *, joiners: int, draining: Seq
     attributes = {"cause": cause, "world_size": str(len(generation.ranks)), "reason": reason}
     draft.records.append(Record(kind="generation_formed", generation=draft.number, attributes=attributes))
     draft.effects.append(AnnounceGeneration(generation=generation))
-    draft.effects.append(SendMembers(generation=draft.number, member_ids=tuple(rank.member_id for rank in generation.ranks)))
+    member_ids = tuple(rank.member_id for rank in generation.ranks)
+    draft.effects.append(SendMembers(generation=draft.number, member_ids=member_ids, key_digests=draft.key_digests(member_ids)))
 
 
 def draining_in_group(draft: Draft) -> list[Member]:

@@ -107,7 +107,7 @@ def _put_on_hold(draft: Draft, reason: str) -> None:
             draft.unplaced[member.member_id] = None
     draft.reasons.append(f"on hold: {reason}")
     draft.records.append(Record(kind="job_on_hold", generation=draft.number, attributes={"reason": reason}))
-    draft.effects.append(SendMembers(generation=draft.number, member_ids=()))
+    draft.effects.append(SendMembers(generation=draft.number, member_ids=(), key_digests=()))
 
 
 def _tell_unplaced(draft: Draft) -> None:

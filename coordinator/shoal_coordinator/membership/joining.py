@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from shoal_common.errors import InvalidRequestError, LimitError, PreconditionError, StaleGenerationError, UnknownResourceError
+from shoal_common.errors import (
+    InvalidRequestError,
+    LimitError,
+    PermissionDeniedError,
+    PreconditionError,
+    StaleGenerationError,
+    UnknownResourceError,
+)
 
 from shoal_coordinator.membership.draft import Draft
 from shoal_coordinator.membership.effects import Record, SendDrain, SendGeneration, SendStop
@@ -74,6 +81,12 @@ def member_joined(draft: Draft, event: MemberJoined) -> Joined:
 def _member_resumed(draft: Draft, event: MemberJoined, member: Member) -> Joined:
     """A member opened a new stream: it is told again whatever it may have missed."""
     before, after = member.identity, event.identity
+    if before.key_digest and before.key_digest != after.key_digest:
+        raise PermissionDeniedError(
+            f"member {after.member_id} of job {draft.spec.job_id} is another process than the caller, which does not have its key; each "
+            "process needs a member_id of its own",
+            reason=Refusal.MEMBER_KEY_WRONG,
+        )
     if (before.host, before.pid) != (after.host, after.pid):
         raise PreconditionError(
             f"member_id {after.member_id} belongs to process {before.pid} on {before.host}, not to {after.pid} on {after.host}; "

@@ -32,6 +32,7 @@ class Refusal(StrEnum):
     MEMBER_REPLACED = "MEMBER_REPLACED"
     """This member was given up (its stream broke, its lease ended, its process ended) or has left; come back with a new member_id."""
     MEMBER_CONFLICT = "MEMBER_CONFLICT"
+    MEMBER_KEY_WRONG = "MEMBER_KEY_WRONG"
     """Another process holds this member_id."""
     MEMBERS_LIMIT = "MEMBERS_LIMIT"
     """RESOURCE_EXHAUSTED: more processes have joined than a job can hold, waiting ones included."""

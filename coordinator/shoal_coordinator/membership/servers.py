@@ -82,7 +82,10 @@ def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
     if primary is not None and not primary.alive:
         _promote(draft, primary)  # before there is a layout
     draft.look_at_moves_ms = draft.now.ms
-    draft.effects.append(SendMembers(generation=draft.number, member_ids=_training(draft), server_id=server.server_id))
+    training = _training(draft)
+    draft.effects.append(
+        SendMembers(generation=draft.number, member_ids=training, key_digests=draft.key_digests(training), server_id=server.server_id)
+    )
     tell_place(draft, server.index)
     return Registered(index=server.index)
 

@@ -102,6 +102,8 @@ class Identity:
     metrics_address: str
     donor_key: str = ""
     """Opens its donor: a secret of the members."""
+    key_digest: str = ""
+    """Of the key that it shows with every call; empty: it has none, and others of its job can speak for it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from shoal_common.errors import InvalidRequestError, StaleGenerationError
+from shoal_common.rpc.server_interceptors import member_key
+from shoal_common.security import member_key_digest
 from shoal_common.tables.declaration import TableSpec, wrong_shape
 from shoal_protos.v1 import coordinator_pb2 as pb
 
@@ -117,6 +119,7 @@ def parse_join(message: pb.Join) -> tuple[str, MemberJoined]:
         donor_address=checks.address("join.donor_address", message.donor_address),
         donor_key=checks.secret("join.donor_key", message.donor_key),
         metrics_address=checks.address("join.metrics_address", message.metrics_address),
+        key_digest=member_key_digest(member_key()),
     )
     event = MemberJoined(
         identity=identity,

@@ -11,7 +11,8 @@ from datetime import timedelta
 from typing import Any, Final
 
 from shoal_common.errors import PreconditionError
-from shoal_common.rpc.server_interceptors import caller
+from shoal_common.rpc.server_interceptors import caller, member_key
+from shoal_common.security import Role, check_member_key
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_coordinator.membership import runs
@@ -85,6 +86,8 @@ class CoordinatorServicer:
 
     async def ReportExit(self, request: pb.ReportExitRequest, context: Any) -> pb.ReportExitResponse:  # noqa: N802
         """A launcher saw a process end."""
+        if caller().role is not Role.ADMIN:
+            self._check_speaks_for(request)
         noted = await self._job(request).ask(of_run(request.run, requests.parse_exit(request)), timeout_s=self._timeout_s, keep=True)
         assert isinstance(noted, ExitNoted)
         return pb.ReportExitResponse(was_member=noted.was_member, rank=noted.rank)
@@ -151,6 +154,7 @@ class CoordinatorServicer:
 
     async def LeaseBatches(self, request: pb.LeaseBatchesRequest, context: Any) -> pb.LeaseBatchesResponse:  # noqa: N802
         """Leases batches."""
+        self._check_speaks_for(request)
         leased = await self._job(request).ask(of_run(request.run, requests.parse_lease(request)), timeout_s=self._timeout_s)
         assert isinstance(leased, Leased)
         return pb.LeaseBatchesResponse(
@@ -180,6 +184,12 @@ class CoordinatorServicer:
             await committed.wait()
             if job.failure is not None:
                 raise job.failure
+
+    def _check_speaks_for(self, request: Any) -> None:
+        """Raises PermissionDeniedError where the request names a member that the caller is not."""
+        member = self._job(request).state.members.get(request.member_id)
+        if member is not None:
+            check_member_key(member.member_id, member.identity.key_digest, member_key())
 
     def _check_run(self, state: JobState, run: RunId) -> None:
         if not runs.is_current(state, run):

@@ -140,7 +140,8 @@ class Sessions:
         told = [name for name in (self.servers if effect.server_id is None else [effect.server_id]) if name in self.servers]
         if not told:
             return
-        members = pb.Members(generation=effect.generation, member_ids=effect.member_ids)
+        digests = [bytes.fromhex(digest) for digest in effect.key_digests]
+        members = pb.Members(generation=effect.generation, member_ids=effect.member_ids, key_digests=digests)
         message = pb.ServerDirective(members=members).SerializeToString()
         for server_id in told:
             self.servers[server_id].post(Slot.MEMBERS, message)

@@ -724,12 +724,14 @@ class ServerWelcome(_message.Message):
     def __init__(self, server_index: _Optional[int] = ..., heartbeat_interval_ms: _Optional[int] = ..., spec: _Optional[_Union[JobSpec, _Mapping]] = ..., run: _Optional[_Union[RunId, _Mapping]] = ...) -> None: ...
 
 class Members(_message.Message):
-    __slots__ = ("generation", "member_ids")
+    __slots__ = ("generation", "member_ids", "key_digests")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     MEMBER_IDS_FIELD_NUMBER: _ClassVar[int]
+    KEY_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     generation: int
     member_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, generation: _Optional[int] = ..., member_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    key_digests: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, generation: _Optional[int] = ..., member_ids: _Optional[_Iterable[str]] = ..., key_digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
     __slots__ = ("name", "shape", "dtype", "frozen", "apart", "table")

@@ -30,7 +30,9 @@ class CoordinatorStub:
     It never touches tensors and never sits on the path of a training step.
 
     Errors carry a google.rpc.ErrorInfo whose `reason` is a name from shoal_common.errors and whose domain is "shoal".
-    Who may call what is decided by the bearer token's role: "admin" (everything), "worker", "server", "viewer" (read only).
+    Who may call what is decided by the bearer token's role: "admin" (everything), "worker", "server", "viewer" and "reader" (who look on). A
+    token may be for one job: in others, PERMISSION_DENIED / JOB_NOT_ALLOWED. A member that shows a key with its join (metadata
+    `shoal-member-key`, 32 hex digits) is spoken for by calls with the same key alone: PERMISSION_DENIED / MEMBER_KEY_WRONG.
 
     A job has runs, one after another (docs/decisions/0205). Requests have a field `run`: the run that the caller belongs to; without it, the
     newest. Who belongs to one that has ended is told so: FAILED_PRECONDITION / RUN_ENDED, which names the run, how it ended and the newest
@@ -120,7 +122,9 @@ class CoordinatorServicer:
     It never touches tensors and never sits on the path of a training step.
 
     Errors carry a google.rpc.ErrorInfo whose `reason` is a name from shoal_common.errors and whose domain is "shoal".
-    Who may call what is decided by the bearer token's role: "admin" (everything), "worker", "server", "viewer" (read only).
+    Who may call what is decided by the bearer token's role: "admin" (everything), "worker", "server", "viewer" and "reader" (who look on). A
+    token may be for one job: in others, PERMISSION_DENIED / JOB_NOT_ALLOWED. A member that shows a key with its join (metadata
+    `shoal-member-key`, 32 hex digits) is spoken for by calls with the same key alone: PERMISSION_DENIED / MEMBER_KEY_WRONG.
 
     A job has runs, one after another (docs/decisions/0205). Requests have a field `run`: the run that the caller belongs to; without it, the
     newest. Who belongs to one that has ended is told so: FAILED_PRECONDITION / RUN_ENDED, which names the run, how it ended and the newest
@@ -222,7 +226,7 @@ class CoordinatorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetShardMap(self, request, context):
-        """The current shard map. Role: worker, server, viewer. FAILED_PRECONDITION / TENSORS_UNDECLARED before DeclareTensors.
+        """The current shard map. Role: any. FAILED_PRECONDITION / TENSORS_UNDECLARED before DeclareTensors.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -329,7 +333,9 @@ class Coordinator:
     It never touches tensors and never sits on the path of a training step.
 
     Errors carry a google.rpc.ErrorInfo whose `reason` is a name from shoal_common.errors and whose domain is "shoal".
-    Who may call what is decided by the bearer token's role: "admin" (everything), "worker", "server", "viewer" (read only).
+    Who may call what is decided by the bearer token's role: "admin" (everything), "worker", "server", "viewer" and "reader" (who look on). A
+    token may be for one job: in others, PERMISSION_DENIED / JOB_NOT_ALLOWED. A member that shows a key with its join (metadata
+    `shoal-member-key`, 32 hex digits) is spoken for by calls with the same key alone: PERMISSION_DENIED / MEMBER_KEY_WRONG.
 
     A job has runs, one after another (docs/decisions/0205). Requests have a field `run`: the run that the caller belongs to; without it, the
     newest. Who belongs to one that has ended is told so: FAILED_PRECONDITION / RUN_ENDED, which names the run, how it ended and the newest

@@ -157,7 +157,7 @@ class ParameterServerServicer:
     def Pull(self, request, context):
         """Streams the asked partitions, each consistent in itself and with its version. With ssp, waits until the slowest member is at most
         `bound` clocks behind; with bsp, until none is behind. Partitions without values are waited for. Without a member_id the caller only looks on: it is not fenced,
-        has no clock and waits for no member. Role: worker; viewer: to look on.
+        has no clock and waits for no member. Role: worker; reader: to look on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -167,7 +167,7 @@ class ParameterServerServicer:
         """Reads one bucket of a sparse table whole: all rows that were pushed, with the optimizer's state of each, as they are at one moment. Waits
         for no member, and changes nothing. The payload is a safetensors file (shoal_common/tables/file.py), which any tool reads; the server
         has a copy of the bucket in memory until the stream has ended. INVALID_ARGUMENT / ROWS_INVALID for what is no bucket, UNAVAILABLE /
-        PARTITION_MOVING as with Pull. Role: worker, viewer.
+        PARTITION_MOVING as with Pull. Role: worker, reader.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -187,7 +187,7 @@ class ParameterServerServicer:
         """Opens a bulk channel: gives a ticket for one connection that carries the streams of Initialize, Push and Pull, with the same messages,
         checks and errors, and whose payloads are read straight into the memory that they are kept in (shoal_common/bulk/frames.py has its
         framing). Over gRPC alone everything works as well, more slowly. The connection has the role of this call's token, and speaks for
-        `member_id` or for nobody. RESOURCE_EXHAUSTED / CONNECTIONS_EXHAUSTED when a member has too many. Role: worker; viewer: without a
+        `member_id` or for nobody. RESOURCE_EXHAUSTED / CONNECTIONS_EXHAUSTED when a member has too many. Role: worker; reader: without a
         member_id, to pull.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

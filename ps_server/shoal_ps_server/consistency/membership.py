@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Final
 
 from shoal_common.errors import DeadlineError, UnavailableError
+from shoal_common.security import check_member_key
 
 from shoal_ps_server.consistency.clocks import Clocks, Consistency, ConsistencyMode
 from shoal_ps_server.consistency.fence import Change, Fence, Verdict
@@ -18,6 +19,7 @@ when the coordinator is there."""
 PUSH_WAIT: Final = timedelta(seconds=5)
 """bsp: how long a push may wait for others to read what it would change. A worker then looks whether it is to leave, and sends it again."""
 
+_NONE: Final[Mapping[str, str]] = {}
 _NAMED: Final = 5
 """How many of those who are waited for an error names."""
 
@@ -42,11 +44,15 @@ class Membership:
         self._push_wait = push_wait
         self._first_heard = first_heard
         self._stopping = False
+        self._key_digests: dict[str, str] = {}
+        """By member of the newest generation; without those that have no key."""
         self._news = asyncio.Event()
         """Set, and replaced, whenever something that a waiter looks at has changed."""
 
-    def learn(self, generation: int, members: Iterable[str]) -> Change:
-        """The coordinator's word on a generation's members."""
+    def learn(self, generation: int, members: Iterable[str], key_digests: Mapping[str, str] = _NONE) -> Change:
+        """The coordinator's word on a generation's members, and the digests of the keys of those that have one."""
+        if generation >= self.fence.generation:
+            self._key_digests = dict(key_digests)
         change = self.fence.learn(generation, members)
         self.clocks.follow(self.fence.members)
         self._announce()
@@ -78,14 +84,22 @@ class Membership:
         """Raises StaleGenerationError when a caller that was admitted is so no more."""
         self.fence.check(member, generation)
 
-    async def admit(self, member: str, generation: int) -> None:
-        """Returns when the caller may act.
+    def check_key(self, member: str, key: str) -> None:
+        """Raises PermissionDeniedError when `key` is not that of this member of the newest generation. While the coordinator has not
+        spoken since this server began, it knows no keys: then there is nothing to check by."""
+        check_member_key(member, self._key_digests.get(member, ""), key)
 
-        Raises StaleGenerationError, or UnavailableError / MEMBERSHIP_UNKNOWN when the coordinator has not told this server of the caller's
-        generation within `admission_wait`.
+    async def admit(self, member: str, generation: int, *, key: str = "") -> None:
+        """Returns when the caller, which shows `key`, may act as `member`.
+
+        Raises PermissionDeniedError as `check_key`, StaleGenerationError, or UnavailableError / MEMBERSHIP_UNKNOWN when the coordinator has
+        not told this server of the caller's generation within `admission_wait`.
         """
-        if self.fence.check(member, generation) is Verdict.ADMITTED:
-            return
+        if self.fence.check(member, generation) is not Verdict.ADMITTED:
+            await self._until_admitted(member, generation)
+        self.check_key(member, key)
+
+    async def _until_admitted(self, member: str, generation: int) -> None:
         if not await self._until(lambda: self.fence.check(member, generation) is Verdict.ADMITTED, self._admission_wait):
             raise UnavailableError(
                 f"member {member!r} speaks for generation {generation}, this server knows of {max(self.fence.generation, 0)} and waited "

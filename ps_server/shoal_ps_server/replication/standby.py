@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Final
@@ -129,7 +129,7 @@ class Standby:
         """The session is broken; this server goes on following."""
         self._metrics.coordinator_connected.set(0)
 
-    def members(self, generation: int, member_ids: tuple[str, ...]) -> None:
+    def members(self, generation: int, member_ids: tuple[str, ...], key_digests: Mapping[str, str]) -> None:
         """Nothing: the primary's journal has them."""
 
     def placed(self, place: Place) -> None:

@@ -37,7 +37,7 @@ from shoal_ps_server.service.hang_ups import HangUps
 from shoal_ps_server.service.intake import IDLE_LIMIT
 from shoal_ps_server.service.requests import UploadKind
 from shoal_ps_server.service.streams import Arrived, Part
-from shoal_ps_server.service.tickets import Tickets
+from shoal_ps_server.service.tickets import Speaker, Tickets
 from shoal_ps_server.service.transfers import Transfers
 
 logger = logging.getLogger(__name__)
@@ -185,13 +185,13 @@ class BulkServer:
                     connected = context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)  # the old one is empty now
                 connection = ServedConnection(connected, idle_limit=self._idle_limit)
                 stack.callback(connection.close)
-                member_id = await self._greeted(connection)
-                stack.callback(self._tickets.closed, member_id)
+                speaker = await self._greeted(connection)
+                stack.callback(self._tickets.closed, speaker.member_id)
                 await self._make_ready(connection, transport)
                 gauge = self._metrics.bulk_connections.labels(transport)
                 gauge.inc()
                 stack.callback(gauge.dec)
-                await self._serve_streams(connection, member_id, transport)
+                await self._serve_streams(connection, speaker, transport)
             except (Disconnected, OSError) as error:
                 logger.info("a bulk connection broke", extra={"transport": str(transport), "error": error})
             except ShoalError as error:
@@ -199,7 +199,7 @@ class BulkServer:
             except Exception:
                 logger.exception("a bulk connection failed")
 
-    async def _greeted(self, connection: ServedConnection) -> str:
+    async def _greeted(self, connection: ServedConnection) -> Speaker:
         """Whom a connection speaks for; from here on it counts as open. Raises AuthenticationError when it has no good ticket."""
         async with asyncio.timeout(_GREETING_LIMIT.total_seconds()):
             await connection.shake_hands(self._handshakes)
@@ -209,14 +209,14 @@ class BulkServer:
             try:
                 if ticket is None:
                     raise malformed("a connection that did not begin with a greeting")
-                member_id = self._tickets.redeem(ticket, asyncio.get_running_loop().time())
+                speaker = self._tickets.redeem(ticket, asyncio.get_running_loop().time())
             except ShoalError as error:
                 await connection.send_last(Kind.ERROR, error_message(error))
                 raise
         task = asyncio.current_task()
         assert task is not None, "it is served by a task"
         self._is_known(task)
-        return member_id
+        return speaker
 
     async def _make_ready(self, connection: ServedConnection, transport: Transport) -> None:
         if transport is not Transport.MEMORY:
@@ -235,38 +235,38 @@ class BulkServer:
 
     # ----------------------------------------------------------------------------------------------------------------- streams
 
-    async def _serve_streams(self, connection: ServedConnection, member_id: str, transport: Transport) -> None:
+    async def _serve_streams(self, connection: ServedConnection, speaker: Speaker, transport: Transport) -> None:
         """One stream after another, until the peer closes the connection or breaks a rule."""
         task = asyncio.current_task()
         assert task is not None, "it is served by a task"
 
         def gone() -> None:
-            logger.info("a bulk connection broke in a stream", extra={"transport": str(transport), "member_id": member_id})
+            logger.info("a bulk connection broke in a stream", extra={"transport": str(transport), "member_id": speaker.member_id})
             task.cancel()
 
         try:
             while not self._draining and (frame := await connection.next_frame()) is not None:
                 self._serving[task] = True
                 with self._hang_ups.watched(connection.descriptor, gone):
-                    await self._stream(connection, frame, member_id, transport)
+                    await self._stream(connection, frame, speaker, transport)
                 self._serving[task] = False
         except InvalidRequestError as error:  # it broke a rule: nobody knows what comes next
             await connection.send_last(Kind.ERROR, error_message(error))
             raise
 
-    async def _stream(self, connection: ServedConnection, frame: Frame, member_id: str, transport: Transport) -> None:
+    async def _stream(self, connection: ServedConnection, frame: Frame, speaker: Speaker, transport: Transport) -> None:
         """The stream that a frame begins."""
         if frame.kind in _UPLOADS:
-            await self._upload(connection, _UPLOADS[frame.kind], member_id, transport)
+            await self._upload(connection, _UPLOADS[frame.kind], speaker, transport)
         elif frame.kind is Kind.PULL:
-            await self._pull(connection, frame, member_id, transport)
+            await self._pull(connection, frame, speaker, transport)
         else:
             raise malformed(f"{frame.kind.name} where a stream must begin")
 
-    async def _upload(self, connection: ServedConnection, kind: UploadKind, member_id: str, transport: Transport) -> None:
-        incoming = _Incoming(connection, member_id)
+    async def _upload(self, connection: ServedConnection, kind: UploadKind, speaker: Speaker, transport: Transport) -> None:
+        incoming = _Incoming(connection, speaker.member_id)
         try:
-            response = await self._transfers.upload(incoming.parts(), kind, transport)
+            response = await self._transfers.upload(incoming.parts(), kind, transport, key=speaker.key)
         except Disconnected:
             raise
         except Exception as error:
@@ -283,14 +283,14 @@ class BulkServer:
         async with connection.in_time():
             await connection.send(Kind.RESULT, response.SerializeToString())
 
-    async def _pull(self, connection: ServedConnection, frame: Frame, member_id: str, transport: Transport) -> None:
+    async def _pull(self, connection: ServedConnection, frame: Frame, speaker: Speaker, transport: Transport) -> None:
         async with connection.in_time():
             message = await connection.message(frame)
         try:
             request = pb.PullRequest.FromString(message)
             with self._metrics.counting_refusals("Pull"):
-                _check_speaker(request.member_id, member_id)
-            async with aclosing(self._transfers.pull(request, transport)) as answers:
+                _check_speaker(request.member_id, speaker.member_id)
+            async with aclosing(self._transfers.pull(request, transport, key=speaker.key)) as answers:
                 async for header, reading in answers:
                     async with connection.in_time():
                         await connection.send(Kind.PARTITION, header.SerializeToString(), more=True)

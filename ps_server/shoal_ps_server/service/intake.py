@@ -54,13 +54,14 @@ class Intake:
         self._idle_limit = idle_limit
         self._staging = staging or Staging()
 
-    async def receive(self, parts: AsyncIterator[Part], kind: UploadKind) -> pb.PushResponse:
-        """Serves one stream to its end. Raises what the .proto says of Push, and DeadlineError / STREAM_IDLE."""
+    async def receive(self, parts: AsyncIterator[Part], kind: UploadKind, *, key: str = "") -> pb.PushResponse:
+        """Serves one stream, of a caller that shows `key`, to its end. Raises what the .proto says of Push, and DeadlineError /
+        STREAM_IDLE."""
         idle_s = self._idle_limit.total_seconds()
         loop = asyncio.get_running_loop()
         stream = _UploadStream()
         try:
-            async with asyncio.timeout(idle_s) as idle, aclosing(self._partitions(parts, kind, stream)) as partitions:
+            async with asyncio.timeout(idle_s) as idle, aclosing(self._partitions(parts, kind, stream, key)) as partitions:
                 async for upload in partitions:
                     await self._admit(upload, kind, stream)
                     idle.reschedule(loop.time() + idle_s)
@@ -79,13 +80,13 @@ class Intake:
             self._membership.finished(stream.member_id, stream.clock)
         return pb.PushResponse(results=results)
 
-    def _partitions(self, parts: AsyncIterator[Part], kind: UploadKind, stream: _UploadStream) -> AsyncGenerator[Upload]:
+    def _partitions(self, parts: AsyncIterator[Part], kind: UploadKind, stream: _UploadStream, key: str) -> AsyncGenerator[Upload]:
         async def open_upload(header: pb.PushHeader) -> Upload:
             check_job(header.job_id, self._job_id)
             opened = parse_upload_header(header, await self._layout_of_epoch(header.shard_map_epoch), kind)
             self._changes.check_open(opened.spec)
             stream.check_member(opened)
-            await self._membership.admit(opened.member_id, opened.generation)
+            await self._membership.admit(opened.member_id, opened.generation, key=key)
             if kind is UploadKind.PUSH and not self._changes.is_settled(opened):
                 # Before it has memory here: what waits for other members must not take the place of what these are waiting to send.
                 await self._await_turn(opened)

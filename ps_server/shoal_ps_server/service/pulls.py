@@ -57,8 +57,9 @@ class Pulls:
         for partition_id in list(self._first_values):
             self.initialized(partition_id)
 
-    async def serve(self, pull: Pull) -> AsyncGenerator[tuple[pb.PullHeader, Reading | None]]:
-        """Each partition's header and its values, which are to be read before the next is asked for; None: unchanged.
+    async def serve(self, pull: Pull, *, key: str = "") -> AsyncGenerator[tuple[pb.PullHeader, Reading | None]]:
+        """Of a caller that shows `key`: each partition's header and its values, which are to be read before the next is asked for;
+        None: unchanged.
 
         Raises what the .proto says of Pull.
         """
@@ -71,7 +72,7 @@ class Pulls:
 
         check()
         if pull.member_id:
-            await self._membership.admit(pull.member_id, pull.generation)
+            await self._membership.admit(pull.member_id, pull.generation, key=key)
             await self._await_turn(pull, check)
         for wanted in pull.partitions:
             await self._await_values(wanted.spec, deadline)

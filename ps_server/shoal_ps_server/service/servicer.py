@@ -17,7 +17,7 @@ import grpc.aio
 from shoal_common.bulk.transport import Transport
 from shoal_common.errors import PermissionDeniedError, PreconditionError, UnavailableError, UnknownResourceError
 from shoal_common.failpoints import failpoint
-from shoal_common.rpc.server_interceptors import caller
+from shoal_common.rpc.server_interceptors import caller, member_key
 from shoal_common.security import ANY_ROLE, Role
 from shoal_common.server_optimizers import Unit
 from shoal_common.wire import CHUNK_BYTES, encode_pull_chunk
@@ -44,7 +44,7 @@ from shoal_ps_server.service.requests import (
     parse_optimizer,
 )
 from shoal_ps_server.service.streams import parts_of
-from shoal_ps_server.service.tickets import Tickets
+from shoal_ps_server.service.tickets import Speaker, Tickets
 from shoal_ps_server.service.transfers import Transfers
 from shoal_ps_server.service.whole_buckets import WholeBuckets
 from shoal_ps_server.session import incarnation
@@ -170,17 +170,17 @@ class ParameterServerServicer:
 
     async def initialize(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> pb.PushResponse:
         """Initialize."""
-        return await self._transfers.upload(parts_of(messages), UploadKind.INITIALIZE, Transport.GRPC)
+        return await self._transfers.upload(parts_of(messages), UploadKind.INITIALIZE, Transport.GRPC, key=member_key())
 
     async def push(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> pb.PushResponse:
         """Push."""
-        return await self._transfers.upload(parts_of(messages), UploadKind.PUSH, Transport.GRPC)
+        return await self._transfers.upload(parts_of(messages), UploadKind.PUSH, Transport.GRPC, key=member_key())
 
     async def pull(self, request: pb.PullRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         """Pull."""
         with self._metrics.counting_refusals("Pull"):
             self._check_onlooker(request.member_id)
-        async with aclosing(self._transfers.pull(request, Transport.GRPC)) as answers:
+        async with aclosing(self._transfers.pull(request, Transport.GRPC, key=member_key())) as answers:
             async for header, reading in answers:
                 for chunk in _pull_chunks(header, reading):
                     yield chunk
@@ -198,7 +198,7 @@ class ParameterServerServicer:
         """RestoreRows."""
         with self._metrics.counting_refusals("RestoreRows"):
             await self._check_place()
-            return await self._whole_buckets.restore(messages)
+            return await self._whole_buckets.restore(messages, key=member_key())
 
     async def open_data(self, request: pb.OpenDataRequest, context: grpc.aio.ServicerContext) -> pb.OpenDataResponse:
         """OpenData."""
@@ -206,7 +206,10 @@ class ParameterServerServicer:
             check_job(request.job_id, self._identity.job_id)
             member_id = parse_member(request.member_id) if request.member_id else ""
             self._check_onlooker(member_id)
-            ticket = self._tickets.issue(member_id, asyncio.get_running_loop().time())
+            speaker = Speaker(member_id=member_id, key=member_key())
+            if member_id:
+                self._membership.check_key(member_id, speaker.key)
+            ticket = self._tickets.issue(speaker, asyncio.get_running_loop().time())
             return pb.OpenDataResponse(ticket=ticket, tcp_port=self._bulk.port, memory_name=self._bulk.memory_name)
 
     async def follow(self, requests: AsyncIterator[pb.FollowRequest], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
@@ -264,12 +267,14 @@ class ParameterServerServicer:
             if request.shard_map_epoch:
                 await self._layouts.of_epoch(request.shard_map_epoch)
             if generation:
-                await self._membership.admit(member_id, generation)
+                await self._membership.admit(member_id, generation, key=member_key())
             elif member_id not in self._membership.fence.members:
                 raise UnknownResourceError(
                     f"member {member_id!r} is not in generation {self._membership.fence.generation}, the newest known here",
                     reason="MEMBER_UNKNOWN",
                 )
+            else:
+                self._membership.check_key(member_id, member_key())
             # Partitions may have begun to move, or have moved, while it waited; from here on nothing waits.
             if request.shard_map_epoch:
                 await self._layouts.of_epoch(request.shard_map_epoch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import secrets
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from shoal_common.bulk.frames import TICKET_BYTES
@@ -19,10 +19,24 @@ MOST_OF_ONLOOKERS: Final = 256
 
 
 @dataclass(frozen=True, kw_only=True)
+class Speaker:
+    """For whom a bulk connection speaks."""
+
+    member_id: str
+    """Empty: for nobody."""
+    key: str = field(default="", repr=False)
+    """The member's key, as the call for the ticket has shown it. Each stream is checked by it: a server may hear of the member later."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Issued:
     ticket: bytes
-    member_id: str
+    speaker: Speaker
     until: float
+
+    @property
+    def member_id(self) -> str:
+        return self.speaker.member_id
 
 
 class Tickets:
@@ -36,11 +50,12 @@ class Tickets:
         self._open: Counter[str] = Counter()
         """Member -> its connections."""
 
-    def issue(self, member_id: str, now: float) -> bytes:
-        """Returns a ticket for a connection that speaks for `member_id`, or for nobody if that is empty.
+    def issue(self, speaker: Speaker, now: float) -> bytes:
+        """Returns a ticket for a connection that speaks for `speaker`.
 
         Raises LimitError / CONNECTIONS_EXHAUSTED.
         """
+        member_id = speaker.member_id
         self._issued = [each for each in self._issued if each.until > now]
         own = self._open[member_id] + sum(each.member_id == member_id for each in self._issued)
         most = MOST_OF_A_MEMBER if member_id else MOST_OF_ONLOOKERS
@@ -50,11 +65,11 @@ class Tickets:
                 f"{self._most_together}, 1024 or what the server's limit of open files allows for; close some, or push and pull over gRPC",
                 reason="CONNECTIONS_EXHAUSTED",
             )
-        issued = _Issued(ticket=secrets.token_bytes(TICKET_BYTES), member_id=member_id, until=now + GOOD_FOR_S)
+        issued = _Issued(ticket=secrets.token_bytes(TICKET_BYTES), speaker=speaker, until=now + GOOD_FOR_S)
         self._issued.append(issued)
         return issued.ticket
 
-    def redeem(self, ticket: bytes, now: float) -> str:
+    def redeem(self, ticket: bytes, now: float) -> Speaker:
         """Returns whom the connection speaks for; it counts as open until `closed`.
 
         Raises AuthenticationError / TICKET_INVALID.
@@ -71,7 +86,7 @@ class Tickets:
                 reason="TICKET_INVALID",
             )
         self._open[found.member_id] += 1
-        return found.member_id
+        return found.speaker
 
     def closed(self, member_id: str) -> None:
         """One of the member's connections has ended."""

@@ -38,14 +38,17 @@ class Transfers:
         self._pulls = pulls
         self._metrics = metrics
 
-    async def upload(self, parts: AsyncIterator[Part], kind: UploadKind, transport: Transport) -> pb.PushResponse:
-        """Serves one Initialize or Push to its end. Raises as `Intake.receive`."""
+    async def upload(self, parts: AsyncIterator[Part], kind: UploadKind, transport: Transport, *, key: str = "") -> pb.PushResponse:
+        """Serves one Initialize or Push, of a caller that shows `key`, to its end. Raises as `Intake.receive`."""
         with self._counted(kind.value, transport):
             await self._check_place()
-            return await self._intake.receive(parts, kind)
+            return await self._intake.receive(parts, kind, key=key)
 
-    async def pull(self, request: pb.PullRequest, transport: Transport) -> AsyncGenerator[tuple[pb.PullHeader, Reading | None]]:
-        """Serves one Pull: of each partition its header, and its values, to be read before the next is asked for; None: unchanged.
+    async def pull(
+        self, request: pb.PullRequest, transport: Transport, *, key: str = ""
+    ) -> AsyncGenerator[tuple[pb.PullHeader, Reading | None]]:
+        """Serves one Pull of a caller that shows `key`: of each partition its header, and its values, to be read before the next is
+        asked for; None: unchanged.
 
         Raises what the .proto says of Pull.
         """
@@ -53,7 +56,7 @@ class Transfers:
             check_job(request.job_id, self._job_id)
             await self._check_place()
             pull = parse_pull(request, await self._layouts.of_epoch(request.shard_map_epoch))
-            async with aclosing(self._pulls.serve(pull)) as answers:
+            async with aclosing(self._pulls.serve(pull, key=key)) as answers:
                 async for answer in answers:
                     yield answer
 

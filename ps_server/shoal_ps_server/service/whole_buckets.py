@@ -73,8 +73,8 @@ class WholeBuckets:
         finally:
             release()
 
-    async def restore(self, messages: AsyncIterator[bytes]) -> pb.RestoreRowsResponse:
-        """Serves one stream to its end. Raises what the .proto says of RestoreRows."""
+    async def restore(self, messages: AsyncIterator[bytes], *, key: str = "") -> pb.RestoreRowsResponse:
+        """Serves one stream, of a caller that shows `key`, to its end. Raises what the .proto says of RestoreRows."""
         idle_s = self._idle_limit.total_seconds()
         release: Callable[[], None] = _nothing
         try:
@@ -86,7 +86,7 @@ class WholeBuckets:
                 number = at_least("restoration", header.restoration, 0)
                 member_id, generation = parse_member(header.member_id), at_least("generation", header.generation, 0)
                 self._shard.check_open(spec)
-                await self._membership.admit(member_id, generation)
+                await self._membership.admit(member_id, generation, key=key)
                 release = await self._memory.take(member_id, 2 * header.payload_bytes)  # and the rows that are made of it
                 payload = await _received(spec, header, messages, lambda: idle.reschedule(asyncio.get_running_loop().time() + idle_s))
             restoration = await self._prepared(spec, bucket, number, payload)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Self, TypeVar
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.credentials import CallerSettings
 from shoal_common.errors import ConfigurationError, PreconditionError, ShoalError, UnknownResourceError
-from shoal_common.process_secrets import taken_secrets
+from shoal_common.process_secrets import secrets_to_hand_on
 from shoal_common.rpc.channel import ChannelSettings
 
 from shoal.client.connections import Connections
@@ -112,7 +112,7 @@ class Client:
             job_id,
             [*where, "--rdzv-id", job_id, *command],
             coordinator=None if shared is None else shared.address,
-            environment={**os.environ, **taken_secrets(), **_credentials(shared), **(environment or {})},
+            environment={**os.environ, **secrets_to_hand_on(), **_credentials(shared), **(environment or {})},
             directory=directory,
         )
         return submission.job_id

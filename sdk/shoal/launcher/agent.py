@@ -267,7 +267,9 @@ class Agent:
         reporter = self._reporter
         if reporter is None:
             return None
-        answer = asyncio.ensure_future(self._in_thread(lambda: reporter.report(worker.member_id, status, finished=worker.has_finished)))
+        answer = asyncio.ensure_future(
+            self._in_thread(lambda: reporter.report(worker.member_id, status, key=worker.member_key, finished=worker.has_finished))
+        )
         stopping = asyncio.ensure_future(self._stopping.wait())
         first: list[asyncio.Future[Any]] = [answer, stopping]
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
@@ -340,7 +342,7 @@ class Agent:
             return
 
         def tell() -> None:
-            reporter.report(worker.member_id, ended.status, failure=failure_line(ended))
+            reporter.report(worker.member_id, ended.status, key=worker.member_key, failure=failure_line(ended))
             self._site.fail(failure_line(ended))
 
         task = self._spawn(self._in_thread(tell))

@@ -26,7 +26,7 @@ from typing import Final
 from urllib.parse import quote
 
 from shoal_common.errors import ConfigurationError, ShoalError
-from shoal_common.process_secrets import SERVICE_SECRETS, taken_secrets
+from shoal_common.process_secrets import SERVICE_SECRETS, secrets_to_hand_on
 from shoal_common.processes import tied_to_parent
 from shoal_common.scratch import ScratchDirectory
 
@@ -155,7 +155,7 @@ class Coordination:
 
 def _for_command(environment: Mapping[str, str]) -> dict[str, str]:
     """Without the coordinator's secrets; with those of the launchers, which may be on other machines, where no file of this one is."""
-    return {**{name: value for name, value in environment.items() if name not in SERVICE_SECRETS}, **taken_secrets()}
+    return {**{name: value for name, value in environment.items() if name not in SERVICE_SECRETS}, **secrets_to_hand_on()}
 
 
 def _variables(address: str, program: str, environment: Mapping[str, str]) -> dict[str, str]:

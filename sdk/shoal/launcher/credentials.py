@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal_common.process_secrets import taken_secrets
+from shoal_common.process_secrets import secrets_to_hand_on
 
 if TYPE_CHECKING:
     from shoal_common.rpc.channel import ChannelSettings
@@ -28,7 +28,7 @@ def secrets_as_files(directory: Path) -> dict[str, str]:
     """Writes the secrets that this process has taken out of its environment into files in `directory`, which only this user can read, and
     returns the variables that name these."""
     named = {}
-    for name, secret in taken_secrets().items():
+    for name, secret in secrets_to_hand_on().items():
         if os.environ.get(f"{name}_FILE"):
             continue  # a flag's
         path = directory / name.lower()

@@ -49,6 +49,7 @@ class WorkerIdentity:
     run: Run | None
     """The job's run that the launcher is in; None: the newest."""
     member_id: str
+    member_key: str
     launcher_id: str
     member_file: Path
     """The worker writes there that it is a member, and that it has finished."""
@@ -90,6 +91,7 @@ def shoal_variables(identity: WorkerIdentity, *, index: int) -> dict[str, str]:
         "SHOAL_COORDINATOR": identity.coordinator,
         "SHOAL_JOB_ID": identity.job_id,
         "SHOAL_MEMBER_ID": identity.member_id,
+        "SHOAL_MEMBER_KEY": identity.member_key,
         "SHOAL_LAUNCHER_ID": identity.launcher_id,
         "SHOAL_LOCAL_INDEX": str(index),
         "SHOAL_MEMBER_FILE": str(identity.member_file),

@@ -63,13 +63,14 @@ class ExitReporter:
         self._launcher_id = launcher_id
         self._closed = threading.Event()
 
-    def report(self, member_id: str, status: ExitStatus, *, failure: str = "", finished: bool = False) -> ExitReport | None:
+    def report(self, member_id: str, status: ExitStatus, *, key: str = "", failure: str = "", finished: bool = False) -> ExitReport | None:
         """Blocks until the coordinator has heard it: a millisecond, or up to a minute while it is away or does not know the job; then, or
-        if it refuses, None. `failure`: not empty, the job ends with it. `finished`: it came to the end of its script, as it said."""
+        if it refuses, None. `key`: the member's. `failure`: not empty, the job ends with it. `finished`: it came to the end of its script,
+        as it said."""
         deadline = time.monotonic() + _PATIENCE.total_seconds()
         while True:
             try:
-                return self._report(member_id, status, failure[:_LONGEST_TEXT], finished)
+                return self._report(member_id, status, key, failure[:_LONGEST_TEXT], finished)
             except PreconditionError as error:
                 news = self.news() if error.reason == "RUN_ENDED" else None
                 return None if news is None else ExitReport(was_member=False, rank=-1, job=news)
@@ -92,10 +93,11 @@ class ExitReporter:
         """Reports in progress are given up."""
         self._closed.set()
 
-    def _report(self, member_id: str, status: ExitStatus, failure: str, finished: bool) -> ExitReport:
+    def _report(self, member_id: str, status: ExitStatus, key: str, failure: str, finished: bool) -> ExitReport:
         response = self._client.report_exit(
             self._job_id,
             member_id,
+            key=key,
             exit_code=status.code,
             signal=status.signal,
             failure=failure,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import socket
 import subprocess
 import time
@@ -43,6 +44,8 @@ class Worker:
     index: int
     rank: int
     member_id: str
+    member_key: str
+    """By which the coordinator knows that what is told of the worker comes from its launcher."""
     child: Child
     error_file: Path
     member_file: Path
@@ -102,10 +105,10 @@ class WorkerStarter:
     def start(self, index: int, node: NodePlacement, *, restarts: int) -> Worker:
         """Starts worker `index` as a new member. `restarts` counts how often it was started before. Raises OSError."""
         placement = WorkerPlacement(index=index, workers=self._settings.workers, node=node)
-        member_id = str(uuid.uuid4())
+        member_id, member_key = str(uuid.uuid4()), secrets.token_hex(16)
         error_file = self._directory / f"error-{member_id}.json"
         member_file = self._directory / f"member-{member_id}"
-        environment = self._environment(placement, member_id, restarts, error_file, member_file)
+        environment = self._environment(placement, member_id, member_key, restarts, error_file, member_file)
         child = Child(self._settings.command, environment=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert child.stdout is not None
         assert child.stderr is not None
@@ -117,6 +120,7 @@ class WorkerStarter:
             index=index,
             rank=placement.rank,
             member_id=member_id,
+            member_key=member_key,
             child=child,
             error_file=error_file,
             member_file=member_file,
@@ -127,7 +131,7 @@ class WorkerStarter:
         return worker
 
     def _environment(
-        self, placement: WorkerPlacement, member_id: str, restarts: int, error_file: Path, member_file: Path
+        self, placement: WorkerPlacement, member_id: str, member_key: str, restarts: int, error_file: Path, member_file: Path
     ) -> dict[str, str]:
         settings = self._settings
         identity = WorkerIdentity(
@@ -135,6 +139,7 @@ class WorkerStarter:
             job_id=settings.job_id,
             run=self.run,
             member_id=member_id,
+            member_key=member_key,
             launcher_id=self.launcher_id,
             member_file=member_file,
             metrics_listen=metrics_listen(os.environ, index=placement.index, enabled=settings.metrics),

@@ -109,7 +109,9 @@ def _naming(method: str, job_id: str) -> bytes:
         case "JoinSession":
             return pb.MemberMessage(join=pb.Join(**identity)).SerializeToString()
         case "ServerSession":
-            return pb.ServerMessage(register=pb.RegisterServer(job_id=job_id, server_id="s", address="h:1")).SerializeToString()
+            return pb.ServerMessage(
+                register=pb.RegisterServer(job_id=job_id, server_id="s", host="h", pid=1, address="h:1")
+            ).SerializeToString()
         case _:
             return bytes(getattr(pb, f"{method}Request")(job_id=job_id).SerializeToString())
 

@@ -31,6 +31,7 @@ from shoal_common.clients.parameter_server import ParameterServerClient
 from shoal_common.errors import ShoalError
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.rpc.status import to_status
+from shoal_common.security import member_key_digest
 from shoal_common.wire import checksum
 from shoal_protos.v1 import coordinator_pb2, coordinator_pb2_grpc
 from shoal_protos.v1 import parameter_server_pb2 as pb
@@ -69,6 +70,7 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         """What registrations are answered with."""
         self._reserved = ReservedPort()  # for the next start
         self._members = (0, ())
+        self._keys: Mapping[str, str] = {}
         self._outbox: queue.Queue[coordinator_pb2.ServerDirective | None] = queue.Queue()
         self._server: grpc.Server | None = None
         self._lock = threading.Lock()
@@ -101,10 +103,11 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.stop()
         self._reserved.close()
 
-    def members(self, generation: int, *member_ids: str) -> None:
-        """Tells the server of a generation, now and at every reconnection."""
+    def members(self, generation: int, *member_ids: str, keys: Mapping[str, str] | None = None) -> None:
+        """Tells the server of a generation, now and at every reconnection. `keys`: of those members that have one."""
         with self._lock:
             self._members = (generation, member_ids)
+            self._keys = keys or {}
             self._outbox.put(self._members_directive())
 
     def placed(self, **place: Any) -> None:
@@ -119,7 +122,9 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     def _members_directive(self) -> coordinator_pb2.ServerDirective:
         generation, member_ids = self._members
-        return coordinator_pb2.ServerDirective(members=coordinator_pb2.Members(generation=generation, member_ids=member_ids))
+        digests = [bytes.fromhex(member_key_digest(self._keys.get(member, ""))) for member in member_ids]
+        members = coordinator_pb2.Members(generation=generation, member_ids=member_ids, key_digests=digests)
+        return coordinator_pb2.ServerDirective(members=members)
 
     # ------------------------------------------------------------------------------------------------------------------ RPCs
 

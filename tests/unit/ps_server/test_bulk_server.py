@@ -32,7 +32,7 @@ from shoal_ps_server.service.intake import Intake
 from shoal_ps_server.service.layouts import Layouts
 from shoal_ps_server.service.pulls import Pulls
 from shoal_ps_server.service.staging import Staging
-from shoal_ps_server.service.tickets import Tickets
+from shoal_ps_server.service.tickets import Speaker, Tickets
 from shoal_ps_server.service.transfers import Transfers
 from shoal_ps_server.shard.reading import Copies
 from shoal_ps_server.storage.changes import Changes
@@ -80,7 +80,7 @@ class Serving:
         connected = socket.socket()
         connected.setblocking(False)
         await loop.sock_connect(connected, ("127.0.0.1", self.server.port))
-        await loop.sock_sendall(connected, greeting(self.tickets.issue(member_id, loop.time())))
+        await loop.sock_sendall(connected, greeting(self.tickets.issue(Speaker(member_id=member_id), loop.time())))
         assert (await frame(connected)).kind is Kind.READY
         return connected
 
@@ -211,7 +211,7 @@ def test_who_pulls_into_shared_memory_and_frees_no_piece_is_cut_off(serving) -> 
             deaf = socket.socket(socket.AF_UNIX)
             deaf.setblocking(False)
             await loop.sock_connect(deaf, f"\0{made.server.memory_name}")
-            await loop.sock_sendall(deaf, greeting(made.tickets.issue("", loop.time())))
+            await loop.sock_sendall(deaf, greeting(made.tickets.issue(Speaker(member_id=""), loop.time())))
             data: bytes = b""
             descriptors: list[int] = []
             while not data:
@@ -286,7 +286,7 @@ def test_one_stranger_more_takes_the_place_of_the_oldest_and_those_of_this_machi
             local = socket.socket(socket.AF_UNIX)
             local.setblocking(False)
             await loop.sock_connect(local, f"\0{made.server.memory_name}")
-            await loop.sock_sendall(local, greeting(made.tickets.issue("", loop.time())))
+            await loop.sock_sendall(local, greeting(made.tickets.issue(Speaker(member_id=""), loop.time())))
             assert (await frame(local)).kind is Kind.READY
             local.close()
             assert len(made.server._strangers[Transport.TCP]) == 4
@@ -322,7 +322,7 @@ def test_handshakes_of_strangers_are_not_the_event_loops_work(serving, tmp_path,
             context = ssl.create_default_context()
             authority.configure_trust(context)
             reader, writer = await asyncio.open_connection("127.0.0.1", made.server.port, ssl=context)
-            writer.write(greeting(made.tickets.issue("a", asyncio.get_running_loop().time())))
+            writer.write(greeting(made.tickets.issue(Speaker(member_id="a"), asyncio.get_running_loop().time())))
             assert parse_head(await reader.readexactly(HEAD_BYTES)).kind is Kind.READY
             assert len(made.server._strangers[Transport.TCP]) == 3
             writer.close()
@@ -353,7 +353,7 @@ def test_a_peer_that_goes_away_while_its_stream_waits_is_noticed(serving, over, 
                 waiting = socket.socket(socket.AF_UNIX)
                 waiting.setblocking(False)
                 await loop.sock_connect(waiting, f"\0{made.server.memory_name}")
-                await loop.sock_sendall(waiting, greeting(made.tickets.issue("a", loop.time())))
+                await loop.sock_sendall(waiting, greeting(made.tickets.issue(Speaker(member_id="a"), loop.time())))
                 assert (await frame(waiting)).kind is Kind.READY
             pull = pb.PullRequest(job_id="job", shard_map_epoch=1, member_id="a", generation=1, clock=1, wait_ms=60_000).SerializeToString()
             begun = opening() + head(Kind.DATA, 1000) if kind is Kind.PUSH else head(kind, len(pull)) + pull
@@ -399,7 +399,7 @@ def test_descriptors_of_shared_memory_are_closed_with_their_connections(serving)
                 local = socket.socket(socket.AF_UNIX)
                 local.setblocking(False)
                 await loop.sock_connect(local, f"\0{made.server.memory_name}")
-                await loop.sock_sendall(local, greeting(made.tickets.issue("", loop.time())))
+                await loop.sock_sendall(local, greeting(made.tickets.issue(Speaker(member_id=""), loop.time())))
                 assert (await frame(local)).kind is Kind.READY  # without taking the descriptor that comes along
                 local.close()
             while made.server._serving:

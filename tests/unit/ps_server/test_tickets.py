@@ -6,7 +6,7 @@ import pytest
 from shoal_common.bulk.frames import TICKET_BYTES
 from shoal_common.errors import AuthenticationError, LimitError
 from shoal_ps_server.service.descriptors import BulkShare
-from shoal_ps_server.service.tickets import GOOD_FOR_S, MOST_OF_A_MEMBER, Tickets
+from shoal_ps_server.service.tickets import GOOD_FOR_S, MOST_OF_A_MEMBER, Speaker, Tickets
 
 
 def refused(tickets: Tickets, ticket: bytes, now: float) -> bool:
@@ -17,47 +17,47 @@ def refused(tickets: Tickets, ticket: bytes, now: float) -> bool:
 
 def test_a_ticket_is_good_once() -> None:
     tickets = Tickets(most_together=100)
-    ticket = tickets.issue("a", 0.0)
+    ticket = tickets.issue(Speaker(member_id="a"), 0.0)
     assert len(ticket) == TICKET_BYTES
-    assert tickets.redeem(ticket, 1.0) == "a"
+    assert tickets.redeem(ticket, 1.0).member_id == "a"
     assert refused(tickets, ticket, 1.0)
 
 
 def test_a_ticket_that_was_never_given_is_refused() -> None:
     tickets = Tickets(most_together=100)
-    ticket = tickets.issue("a", 0.0)
+    ticket = tickets.issue(Speaker(member_id="a"), 0.0)
     assert refused(tickets, bytes(TICKET_BYTES), 0.0)
     assert refused(tickets, ticket[:-1], 0.0)
-    assert tickets.redeem(ticket, 0.0) == "a"
+    assert tickets.redeem(ticket, 0.0).member_id == "a"
 
 
 def test_a_ticket_is_good_for_seconds() -> None:
     tickets = Tickets(most_together=100)
-    late, early = tickets.issue("a", 0.0), tickets.issue("a", 0.0)
-    assert tickets.redeem(early, GOOD_FOR_S - 0.1) == "a"
+    late, early = tickets.issue(Speaker(member_id="a"), 0.0), tickets.issue(Speaker(member_id="a"), 0.0)
+    assert tickets.redeem(early, GOOD_FOR_S - 0.1).member_id == "a"
     assert refused(tickets, late, GOOD_FOR_S)
 
 
 def test_a_member_has_so_many_connections_and_tickets_and_gets_more_when_one_ends() -> None:
     tickets = Tickets(most_together=100)
     for _ in range(MOST_OF_A_MEMBER - 1):
-        tickets.redeem(tickets.issue("a", 0.0), 0.0)
-    tickets.issue("a", 0.0)
+        tickets.redeem(tickets.issue(Speaker(member_id="a"), 0.0), 0.0)
+    tickets.issue(Speaker(member_id="a"), 0.0)
     with pytest.raises(LimitError) as caught:
-        tickets.issue("a", 0.0)
+        tickets.issue(Speaker(member_id="a"), 0.0)
     assert caught.value.reason == "CONNECTIONS_EXHAUSTED"
-    tickets.issue("b", 0.0)  # another's are its own
-    tickets.issue("a", GOOD_FOR_S)  # in the place of the one that was not used
+    tickets.issue(Speaker(member_id="b"), 0.0)  # another's are its own
+    tickets.issue(Speaker(member_id="a"), GOOD_FOR_S)  # in the place of the one that was not used
     tickets.closed("a")
-    tickets.issue("a", GOOD_FOR_S)
+    tickets.issue(Speaker(member_id="a"), GOOD_FOR_S)
 
 
 def test_all_together_have_a_limit() -> None:
     tickets = Tickets(most_together=100)
     for number in range(100):
-        tickets.issue(f"member-{number}", 0.0)
+        tickets.issue(Speaker(member_id=f"member-{number}"), 0.0)
     with pytest.raises(LimitError):
-        tickets.issue("one more", 0.0)
+        tickets.issue(Speaker(member_id="one more"), 0.0)
 
 
 @pytest.mark.parametrize("limit", [0, 64, 256, 1024, 4096, 20_000, 1 << 20])

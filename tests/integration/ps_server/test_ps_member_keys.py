@@ -1,0 +1,83 @@
+"""A member speaks for itself alone: who has a worker's token, and not the member's key, neither pushes nor pulls as that member."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from shoal_common.bulk.transport import Transport
+from shoal_common.errors import PermissionDeniedError
+
+KEYS = {"a": "a" * 32, "b": "b" * 32}
+
+over_each_transport = pytest.mark.parametrize("transport", [Transport.GRPC, Transport.TCP, Transport.MEMORY])
+
+
+def client_of(cluster: Any, name: str | None, transport: Transport = Transport.GRPC) -> Any:
+    return cluster.client(cluster.running, transport=transport, token="wt", member_key=None if name is None else KEYS[name])
+
+
+@pytest.fixture
+def guarded(cluster: Any, tmp_path: Any) -> Any:
+    """A server that asks for tokens, with members a and b, who have keys."""
+    tokens = tmp_path / "tokens"
+    tokens.write_text("worker: wt\nreader: rt\n")
+    cluster.declare()
+    cluster.coordinator.members(1, "a", "b", keys=KEYS)
+    cluster.unregistered(tokens=tokens, token="st")
+    cluster.coordinator.registrations.get(timeout=30)
+    cluster.coordinator.heartbeats.get(timeout=30)
+    return cluster
+
+
+@over_each_transport
+def test_a_member_pushes_and_pulls_with_its_own_key_and_nobody_without_it(guarded: Any, transport: Transport) -> None:
+    own = guarded.member(client_of(guarded, "a", transport))
+    guarded.trainable(own.client)
+    own.push(1.0)
+    for other in ("b", None):
+        thief = guarded.member(client_of(guarded, other, transport))
+        for call in (lambda: thief.push(1.0), lambda: thief.pull()):  # noqa: B023 - called at once
+            with pytest.raises(PermissionDeniedError) as refused:
+                call()
+            assert refused.value.reason == "MEMBER_KEY_WRONG"
+    assert all(result.version == 3 for result in own.push(1.0)), "nothing of the others was applied"
+    assert len(guarded.member(client_of(guarded, None, transport)).pull(member_id="")) == 3, "who looks on needs none"
+
+
+def test_every_call_that_names_a_member_asks_for_its_key(guarded: Any) -> None:
+    own, thief = client_of(guarded, "a"), client_of(guarded, "b")
+    guarded.trainable(own)
+    calls = {
+        "Initialize": lambda client: guarded.member(client).initialize(np.float32(1.0)),
+        "Push": lambda client: guarded.member(client).push(1.0),
+        "Pull": lambda client: guarded.member(client).pull(),
+        "OpenData": lambda client: client.open_data("job", "a"),
+        "AdvanceClock": lambda client: client.advance_clock("job", "a", clock=5),
+        "AdvanceClock of a generation": lambda client: client.advance_clock("job", "a", clock=6, generation=1),
+    }
+    for name, call in calls.items():
+        with pytest.raises(PermissionDeniedError) as refused:
+            call(thief)
+        assert refused.value.reason == "MEMBER_KEY_WRONG", name
+        call(own)
+
+
+def test_a_ticket_that_was_got_before_the_server_knew_of_the_member_does_not_speak_for_it(guarded: Any) -> None:
+    """The thief asks for a connection in the name of a member that is yet to come."""
+    owner = guarded.member(client_of(guarded, "a"))
+    guarded.trainable(owner.client)
+    early = guarded.client(guarded.running, transport=Transport.TCP, token="wt", member_key=KEYS["b"])
+    thief = guarded.member(early, "c", generation=2)
+    ticket = early.open_data("job", "c")
+    assert ticket.ticket
+    guarded.coordinator.members(2, "a", "b", "c", keys={**KEYS, "c": "c" * 32})
+    with pytest.raises(PermissionDeniedError) as refused:
+        thief.push(1.0)
+    assert refused.value.reason == "MEMBER_KEY_WRONG"
+
+
+def test_members_without_a_key_are_taken_at_their_word(cluster: Any) -> None:
+    """Those of an earlier release."""
+    cluster.trainable(cluster.server()).push(1.0)

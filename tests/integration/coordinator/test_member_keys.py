@@ -1,4 +1,4 @@
-"""A member speaks for itself alone: who has a worker's token, and not the member's key, neither joins nor asks nor leaves as that member."""
+"""A member speaks for itself alone: who has a worker's token and not the member's key neither joins nor asks nor ends as that member."""
 
 from __future__ import annotations
 

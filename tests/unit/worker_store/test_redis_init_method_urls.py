@@ -40,6 +40,7 @@ def test_credentials_tls_and_database_reach_the_server_url() -> None:
         ("redis://h:1/job?rank=2&world_size=2", {}, "expected a smaller rank"),
         ("redis://h:1/job?rank=0&wordl_size=2", {}, "unknown wordl_size"),
         ("redis://h:1/job?rank=0&world_size=1&db=two", {}, "db='two'"),
+        ("redis://h:1/job?rank=0&world_size=1&ca=/ca.pem", {}, "expected rediss://"),
         ("redis://[::1/job?rank=0&world_size=1", {}, "cannot be read: Invalid IPv6 URL"),
     ],
 )

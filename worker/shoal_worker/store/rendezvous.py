@@ -1,6 +1,7 @@
 """`init_process_group(init_method="redis://host:port/job")`: a plain torch script's rendezvous through Redis.
 
-The URL is redis://[user:password@]host:port/job (rediss:// for TLS); `?db=2` picks a database. Rank and world size come from the arguments
+The URL is redis://[user:password@]host:port/job; with TLS rediss://, and `?ca=/path/of/ca.pem` where the system does not know the server's
+authority. `?db=2` picks a database. Rank and world size come from the arguments
 of init_process_group, else from the query (`?rank=0&world_size=4`), else from RANK and WORLD_SIZE. The job's name can be used again: ranks
 first agree on a round, and each round has a prefix of its own, so that what an earlier run left behind is never seen.
 
@@ -16,11 +17,12 @@ import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from shoal_common.errors import ConfigurationError
-from shoal_common.redis import redacted
+from shoal_common.redis import redacted, with_authority
 
 from shoal_worker.settings import rank_variables
 from shoal_worker.store import scripts
@@ -54,8 +56,8 @@ def parse(url: str, environment: Mapping[str, str] | None = None) -> Target:
     given = f"init_method {redacted(url)!r}"
     parts = urlsplit(url)
     query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
-    if unknown := sorted(set(query) - {"rank", "world_size", "db"}):
-        raise ConfigurationError(f"{given}: unknown {', '.join(unknown)}; expected rank, world_size or db")
+    if unknown := sorted(set(query) - {"rank", "world_size", "db", "ca"}):
+        raise ConfigurationError(f"{given}: unknown {', '.join(unknown)}; expected rank, world_size, db or ca")
     job = unquote(parts.path.strip("/"))
     if not parts.hostname or not job:
         raise ConfigurationError(f"{given}: expected redis://HOST:PORT/JOB, with a job name that no other run is using")
@@ -66,7 +68,10 @@ def parse(url: str, environment: Mapping[str, str] | None = None) -> Target:
         raise ConfigurationError(f"{given}: rank={rank} with world_size={world_size}; expected a smaller rank")
     database = _number(given, "db", 0, query.get("db"), "0")
     server = SplitResult(parts.scheme, parts.netloc, f"/{database}", "", "").geturl()
-    return Target(server=server, job=job, rank=rank, world_size=world_size)
+    authority = Path(query["ca"]) if "ca" in query else None
+    if authority is not None and parts.scheme != "rediss":
+        raise ConfigurationError(f"{given}: ca={query['ca']!r}: expected rediss://, since redis:// has no TLS")
+    return Target(server=with_authority(server, authority), job=job, rank=rank, world_size=world_size)
 
 
 def rendezvous(url: str, timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tuple[RedisStore, int, int]]:

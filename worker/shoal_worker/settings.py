@@ -84,7 +84,7 @@ class WorkerSettings(CallerSettings):
     """Longest wait for a coordinator that is away, where training cannot go on without it. It does not count as waiting for a rank."""
 
     def channel(self, address: str, **more: Any) -> ChannelSettings:
-        """As CallerSettings: calls of this member, with its key."""
+        """Says how to call the service at host:port as this member, with its key. Raises ConfigurationError."""
         return super().channel(address, member_key=self.member_key.get_secret_value(), **more)
 
     def store_at(self, told: str) -> str:

@@ -103,7 +103,7 @@ class Identity:
     donor_key: str = ""
     """Opens its donor: a secret of the members."""
     key_digest: str = ""
-    """Of the key that it shows with every call; empty: it has none, and others of its job can speak for it."""
+    """The digest of the key that it shows with every call. Empty: it has none, and others of its job can speak for it."""
 
 
 @dataclass(frozen=True, kw_only=True)

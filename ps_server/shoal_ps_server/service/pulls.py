@@ -58,7 +58,7 @@ class Pulls:
             self.initialized(partition_id)
 
     async def serve(self, pull: Pull, *, key: str = "") -> AsyncGenerator[tuple[pb.PullHeader, Reading | None]]:
-        """Of a caller that shows `key`: each partition's header and its values, which are to be read before the next is asked for;
+        """Gives a caller that shows `key` each partition's header and its values, which are to be read before the next is asked for;
         None: unchanged.
 
         Raises what the .proto says of Pull.

@@ -42,10 +42,10 @@ class SlowReporter(Reporter):
         super().__init__(news(ours=0, end=JobEnd.COMPLETED))
         self.asked, self.may_answer = threading.Event(), threading.Event()
 
-    def report(self, member_id: str, status: Any, *, failure: str = "", finished: bool = False) -> ExitReport | None:
+    def report(self, member_id: str, status: Any, *, key: str = "", failure: str = "", finished: bool = False) -> ExitReport | None:
         self.asked.set()
         assert self.may_answer.wait(60)
-        return super().report(member_id, status, failure=failure, finished=finished)
+        return super().report(member_id, status, key=key, failure=failure, finished=finished)
 
 
 class Site(MovingSite):

@@ -40,7 +40,7 @@ class Reporter(ExitReporter):
     def news(self) -> JobNews | None:
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
-    def report(self, member_id: str, status: Any, *, failure: str = "", finished: bool = False) -> ExitReport | None:
+    def report(self, member_id: str, status: Any, *, key: str = "", failure: str = "", finished: bool = False) -> ExitReport | None:
         news = self.news()
         return ExitReport(was_member=news.ours > 0, rank=-1, job=news) if news is not None else None
 

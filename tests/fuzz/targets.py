@@ -1,0 +1,192 @@
+"""Where the messages go: each RPC of each service, the HTTP ports, the bulk port, and a member's donor of state."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import ssl
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import grpc
+from google.protobuf.descriptor import MethodDescriptor
+from shoal_common.bulk.frames import DATA_BYTES, Kind, greeting
+from shoal_common.certificates import PairContexts
+from shoal_common.errors import LimitError
+from shoal_protos.v1 import coordinator_pb2, parameter_server_pb2
+from shoal_worker.elastic.transfer import StateDonor
+
+from tests.fuzz.cluster import MEMBER, OTHER, SERVED, Cluster, connected
+from tests.fuzz.messages import Messages
+
+_ANSWER_S: Final = 0.5
+"""How long an answer is waited for: some calls wait by themselves for what will not come."""
+_BUGS: Final = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNIMPLEMENTED)
+
+_WORDS: Final = ("weight", "w", MEMBER, "somebody", "sgd", "adam", "float32", "server-0")
+_READING: Final = ("GetJob", "ListJobs", "GetRanks", "GetShardMap", "WatchEvents")
+"""RPCs of the coordinator that may name the job which goes on: the others would end it, as they are there to."""
+
+_METHODS: Final = ("GET", "GET", "POST", "PUT", "HEAD", "", "\0", "GET GET", "X" * 5000)
+_PATHS: Final = ("/metrics", "/sd", "/healthz", "/", "//", "/%00", "/" + "a" * 70_000, "/metrics?x=" + "&" * 300, "*", "\xe9")
+_HEADERS: Final = ("Host: x", "Authorization: Bearer \xff", "Accept: \t", "Content-Length: -1", "A" * 70_000, ": ", "X: y\rZ: w")
+
+Shoot = Callable[[random.Random], str]
+"""Sends one message; returns what came of it. Raises AssertionError for what must not be."""
+
+
+def rpcs(cluster: Cluster, channels: dict[str, grpc.Channel]) -> Iterator[tuple[str, Shoot]]:
+    """By name. `channels`: to the coordinator and the server."""
+    services = {
+        "coordinator": coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"],
+        "server-0": parameter_server_pb2.DESCRIPTOR.services_by_name["ParameterServer"],
+    }
+    for name, service in services.items():
+        for method in service.methods:
+            job = SERVED if name == "server-0" or method.name in _READING else OTHER
+            likely = {"job_id": job} if name == "coordinator" else {**_likely(cluster), "job_id": job}
+            yield f"{name} {method.name}", _rpc(channels[name], method, likely)
+
+
+def _likely(cluster: Cluster) -> dict[str, Any]:
+    """What a push of the member's says."""
+    partition = cluster.shard_map.partitions[0]
+    length = sum(piece.length for piece in partition.pieces)
+    return {
+        "member_id": MEMBER,
+        "generation": 1,
+        "shard_map_epoch": cluster.shard_map.epoch,
+        "partition_id": 0,
+        "length": length,
+        "payload_bytes": 4 * length,
+        "dtype": parameter_server_pb2.DTYPE_FLOAT32,
+        "codec": parameter_server_pb2.CODEC_RAW,
+        "base_version": 1,
+        "wait_ms": 0,
+    }
+
+
+def _rpc(channel: grpc.Channel, method: MethodDescriptor, likely: Mapping[str, Any]) -> Shoot:
+    kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
+    path = f"/{method.containing_service.full_name}/{method.name}"
+    call = getattr(channel, kind)(path, bytes, bytes)
+
+    def shoot(chance: random.Random) -> str:
+        messages = Messages(chance, _WORDS, likely)
+        sent = [messages.encoded(method.input_type) for _ in range(chance.randrange(1, 4) if method.client_streaming else 1)]
+        metadata = () if chance.random() < 0.8 else (("shoal-member-key", chance.choice(("", "x", "0" * 32, "~" * 9))),)
+        try:
+            answer = call(iter(sent) if method.client_streaming else sent[0], timeout=_ANSWER_S, metadata=metadata)
+            if method.server_streaming:
+                next(answer, None)
+                answer.cancel()
+        except grpc.RpcError as error:
+            if error.code() in _BUGS:
+                raise AssertionError(f"{path}: {error.code()} {error.details()}; sent {[each.hex() for each in sent]}") from error
+            return str(error.code().name)
+        return "OK"
+
+    return shoot
+
+
+def http(cluster: Cluster) -> Iterator[tuple[str, Shoot]]:
+    """The services' HTTP ports."""
+
+    def spoken(address: str) -> Shoot:
+        def shoot(chance: random.Random) -> str:
+            headers = [chance.choice(_HEADERS) for _ in range(chance.choice((0, 1, 3, 150)))]
+            version = chance.choice(("1.1", "1.0", "0.9", "9", "x"))
+            first = f"{chance.choice(_METHODS)} {chance.choice(_PATHS)} HTTP/{version}"
+            data = "\r\n".join([first, *headers, "", ""]).encode("latin-1")
+            if chance.random() < 0.3:
+                data = Messages(chance, ()).spoilt(data)
+            return _exchange(connected(address), data)
+
+        return shoot
+
+    for name, address in cluster.http.items():
+        yield f"{name} HTTP", spoken(address)
+
+
+def bulk(cluster: Cluster) -> Iterator[tuple[str, Shoot]]:
+    """The server's bulk port: with a good ticket, a bad one, and none."""
+    port = cluster.bulk_port
+    pushed = parameter_server_pb2.PushHeader.DESCRIPTOR
+    pulled = parameter_server_pb2.PullRequest.DESCRIPTOR
+    likely = {**_likely(cluster), "job_id": SERVED}
+
+    def frames(chance: random.Random) -> bytes:
+        messages, sent = Messages(chance, _WORDS, likely), bytearray()
+        for _ in range(chance.randrange(1, 6)):
+            kind = chance.choice(list(Kind))
+            body = (
+                messages.encoded(pulled if kind is Kind.PULL else pushed)
+                if chance.random() < 0.8
+                else chance.randbytes(chance.randrange(99))
+            )
+            length = len(body) if chance.random() < 0.8 else chance.choice((0, DATA_BYTES, DATA_BYTES + 1, (1 << 32) - 1))
+            zeros = bytes(3) if chance.random() < 0.95 else b"\1\2\3"
+            number = int(kind) if chance.random() < 0.95 else chance.randrange(256)
+            sent += bytes([number]) + zeros + length.to_bytes(4, "big") + body
+        return bytes(sent)
+
+    def shoot(chance: random.Random) -> str:
+        kind = chance.random()
+        if kind < 0.6:
+            try:
+                first = greeting(cluster.client.open_data(SERVED, chance.choice(("", MEMBER))).ticket)
+            except LimitError:  # the tickets before it are good for ten seconds
+                return "RESOURCE_EXHAUSTED"
+        elif kind < 0.8:
+            first = greeting(chance.randbytes(32))
+        else:
+            first = b""
+        data = first + frames(chance)
+        return _exchange(connected(f"127.0.0.1:{port}"), data if chance.random() < 0.8 else Messages(chance, ()).spoilt(data))
+
+    yield "server-0 bulk", shoot
+
+
+def donors(stack: contextlib.ExitStack) -> Iterator[tuple[str, Shoot]]:
+    """A member's donor, with an offer open, in plain text and over TLS."""
+    for secure in (False, True):
+        donor = stack.enter_context(contextlib.closing(StateDonor("127.0.0.1", secure=secure)))
+        stack.enter_context(donor.offering({"x": 1}, "0" * 32))
+        yield f"donor{' over TLS' if secure else ''}", _donor(donor.address, secure=secure)
+
+
+def _donor(address: str, *, secure: bool) -> Shoot:
+    def shoot(chance: random.Random) -> str:
+        nonce = b"0" * 32 if chance.random() < 0.5 else chance.randbytes(32)
+        numbers = [chance.choice((0, 1, 2, 255, (1 << 32) - 1)).to_bytes(4, "big") for _ in range(2)]
+        data = b"SHOALST1" + nonce + b"".join(numbers)
+        if chance.random() < 0.5:
+            data = Messages(chance, ()).spoilt(data)
+        connection = connected(address)
+        if secure and chance.random() < 0.5:
+            connection = PairContexts.caller().wrap_socket(connection)
+        return _exchange(connection, data)
+
+    return shoot
+
+
+def _exchange(connection: socket.socket, data: bytes) -> str:
+    """Sends, says that no more comes, and takes what is answered."""
+    with connection:
+        connection.settimeout(_ANSWER_S)
+        try:
+            connection.sendall(data)
+            if not isinstance(connection, ssl.SSLSocket):
+                connection.shutdown(socket.SHUT_WR)
+            answer = connection.recv(4096)
+        except TimeoutError:
+            return "no answer"
+        except OSError:
+            return "closed"
+    return "answered" if answer else "closed"
+
+
+Tally = Counter[tuple[str, str]]
+"""(target, what came of it) -> how often."""

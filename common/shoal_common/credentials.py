@@ -55,6 +55,8 @@ def read_secret(path: Path, what: str) -> str:
         raise ConfigurationError(f"{what}: the file {path} cannot be read: {error}") from error
     if not text or "\n" in text:
         raise ConfigurationError(f"{what}: the file {path} holds {'several lines' if text else 'nothing'}; expected one line, the secret")
+    if not text.isascii() or not text.isprintable():
+        raise ConfigurationError(f"{what}: the file {path} holds characters that are not printable ASCII; expected one line, the secret")
     return text
 
 

@@ -23,6 +23,7 @@ from typing import Final
 
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import DeadlineError, ShoalError, UnavailableError
+from shoal_common.process_secrets import take_secrets
 from shoal_common.settings import Address, parse_address
 from shoal_protos.v1 import coordinator_pb2 as pb
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -36,7 +37,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from shoal.launcher.credentials import channel_settings
+from shoal.launcher.credentials import member_channel
 from shoal.launcher.environment import NodePlacement
 from shoal.launcher.jobs import JobSettings
 from shoal.launcher.node_session import NodeSession
@@ -60,10 +61,11 @@ class ShoalRendezvous(RendezvousHandler):
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         """Raises ConfigurationError for an endpoint or certificates that cannot work."""
+        take_secrets()  # torchrun's workers have no use for them
         self._parameters = parameters
         self._join_timeout_s = float(parameters.get("join_timeout", _JOIN_TIMEOUT_S))
         self._own_address = parameters.local_addr or address_towards(parse_address(parameters.endpoint))
-        self._client = CoordinatorClient(channel_settings(parameters.endpoint))
+        self._client = CoordinatorClient(member_channel(parameters.endpoint))
         self._job = JobSettings(
             job_id=f"{parameters.run_id}.torchrun",
             min_workers=parameters.min_nodes,

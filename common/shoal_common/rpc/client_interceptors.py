@@ -16,13 +16,20 @@ AUTHORIZATION = "authorization"
 Entries = tuple[tuple[str, str], ...]
 
 
+def with_entries(metadata: Any, entries: Entries) -> Entries:
+    """A call's metadata with these entries; what the call says itself counts."""
+    given = tuple(metadata or ())
+    names = {name for name, _ in given}
+    return (*given, *(entry for entry in entries if entry[0] not in names))
+
+
 class _SyncDetails(grpc.ClientCallDetails):
     """The details of a call with more metadata entries."""
 
     def __init__(self, details: Any, entries: Entries) -> None:
         self.method = details.method
         self.timeout = details.timeout
-        self.metadata = (*(details.metadata or ()), *entries)
+        self.metadata = with_entries(details.metadata, entries)
         self.credentials = details.credentials
         self.wait_for_ready = details.wait_for_ready
         self.compression = details.compression
@@ -51,7 +58,7 @@ class _AsyncMetadata:
         self._entries = entries
 
     async def _intercept(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
-        metadata = grpc.aio.Metadata(*(details.metadata or ()), *self._entries)
+        metadata = grpc.aio.Metadata(*with_entries(details.metadata, self._entries))
         return await continuation(
             grpc.aio.ClientCallDetails(details.method, details.timeout, metadata, details.credentials, details.wait_for_ready), request
         )

@@ -8,6 +8,8 @@ file that they alone are told of.
 from __future__ import annotations
 
 import os
+import secrets
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,11 @@ def channel_settings(coordinator: str) -> ChannelSettings:
     from shoal_common.credentials import CallerSettings  # settings and gRPC: workers of a local run start before these are loaded
 
     return CallerSettings.load().channel(coordinator)
+
+
+def member_channel(coordinator: str) -> ChannelSettings:
+    """Likewise, for a launcher that will be a member of a job: with a key of its own."""
+    return replace(channel_settings(coordinator), member_key=secrets.token_hex(16))
 
 
 def secrets_as_files(directory: Path) -> dict[str, str]:

@@ -31,7 +31,7 @@ from shoal_common.runs import Run
 from shoal_common.settings import Address, parse_address
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from shoal.launcher.credentials import channel_settings
+from shoal.launcher.credentials import member_channel
 from shoal.launcher.environment import NodePlacement
 from shoal.launcher.jobs import JobSettings, launchers_job_id
 from shoal.launcher.node_session import NodeSession, Standing
@@ -65,7 +65,7 @@ class SharedSite:
         self.run: Run | None = None
         self._settings = settings
         self._note = note
-        self._client = CoordinatorClient(channel_settings(settings.endpoint))
+        self._client = CoordinatorClient(member_channel(settings.endpoint))
         self._nodes_job = JobSettings(
             job_id=launchers_job_id(settings.job_id),
             min_workers=settings.nodes.least,

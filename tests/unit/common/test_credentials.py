@@ -40,7 +40,10 @@ def test_a_token_comes_from_its_file_or_from_the_variable_and_the_file_counts(tm
     assert "variable" not in repr(settings)
 
 
-@pytest.mark.parametrize(("content", "complaint"), [(None, "cannot be read"), ("", "nothing"), ("a\nb\n", "several lines")])
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [(None, "cannot be read"), ("", "nothing"), ("a\nb\n", "several lines"), ("h\u00fcnter\n", "not printable ASCII")],
+)
 def test_a_file_without_one_secret_is_named(tmp_path: Path, content: str | None, complaint: str) -> None:
     path = tmp_path / "token"
     if content is not None:

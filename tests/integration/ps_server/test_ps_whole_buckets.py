@@ -176,6 +176,21 @@ def test_who_may_only_look_reads_buckets_and_puts_none_in_place(cluster: Any, tm
     assert not restore(worker, 0, then).duplicate
 
 
+def test_a_member_puts_rows_in_place_with_its_own_key_alone(cluster: Any) -> None:
+    declare(cluster)
+    cluster.coordinator.members(1, "a", "b", keys={"a": "a" * 32, "b": "b" * 32})
+    cluster.unregistered()
+    cluster.coordinator.registrations.get(timeout=30)
+    cluster.coordinator.heartbeats.get(timeout=30)
+    own, other = (cluster.client(cluster.running, member_key=name * 32) for name in ("a", "b"))
+    trained(own).push(*steps(1)[0])
+    then = read(own, 0)
+    with pytest.raises(PermissionDeniedError) as refused:
+        restore(other, 0, then)
+    assert refused.value.reason == "MEMBER_KEY_WRONG"
+    assert not restore(own, 0, then).duplicate
+
+
 def test_only_a_bucket_is_read_whole(member: TableMember) -> None:
     for partition, reason in ((0, "ROWS_INVALID"), (9, "PARTITION_UNKNOWN")):
         with pytest.raises(ShoalError) as caught:

@@ -6,6 +6,7 @@ import os
 import queue
 import resource
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -13,11 +14,12 @@ from datetime import timedelta
 
 import pytest
 import torch
+from shoal_common.certificates import PairContexts
 from shoal_common.errors import CorruptDataError, UnavailableError
 from shoal_common.settings import parse_address
 from shoal_worker.elastic import transfer
 from shoal_worker.elastic.stall_watch import unreachable
-from shoal_worker.elastic.transfer import MOST_DONORS, StateDonor, share_of, take_state
+from shoal_worker.elastic.transfer import MOST_DONORS, StateDonor, share_of, shut_down, take_state
 
 from tests.relay import BACK, Relay
 from tests.zygote.children import eventually
@@ -311,7 +313,7 @@ def test_over_tls_a_stranger_with_the_key_and_without_the_nonce_gets_nothing(sec
         take_state([secure.address], "f" * 32, timeout=TIMEOUT, keys=[secure.key])
 
 
-def test_over_tls_an_offer_that_closes_ends_what_is_on_its_way_and_nothing_goes_on_in_plain_text(secure: StateDonor) -> None:
+def test_over_tls_an_offer_that_closes_ends_what_is_on_its_way(secure: StateDonor) -> None:
     marker, seen, under_way = b"marker of the state, often", bytearray(), threading.Event()
     large = torch.frombuffer(bytearray(marker * (2 << 20)), dtype=torch.uint8)
 
@@ -338,3 +340,17 @@ def test_over_tls_an_offer_that_closes_ends_what_is_on_its_way_and_nothing_goes_
         assert "went away" in failures.get(timeout=60)
         thread.join(60)
     assert marker not in seen
+
+
+def test_a_connection_that_is_shut_down_stays_one_of_tls() -> None:
+    """Whoever sends on it at that moment fails, and sends no plain text: SSLSocket's own method forgets that it speaks TLS."""
+    here, there = socket.socketpair()
+    listening = threading.Thread(target=lambda: channels.put(PairContexts.listener("k").wrap_socket(there, server_side=True)))
+    channels: queue.SimpleQueue[ssl.SSLSocket] = queue.SimpleQueue()
+    listening.start()
+    with PairContexts.caller().wrap_socket(here), channels.get(timeout=60) as channel:
+        shut_down(channel)
+        assert channel.version() == "TLSv1.3"
+        with pytest.raises(OSError, match=r"EOF|[Pp]ipe|closed"):
+            channel.sendall(b"x" * 100)
+    listening.join(60)

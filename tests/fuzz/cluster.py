@@ -18,6 +18,7 @@ from shoal.launcher.jobs import JobSettings
 from shoal_common.bulk.transport import Transport
 from shoal_common.clients.parameter_server import ParameterServerClient
 from shoal_common.rpc.channel import ChannelSettings
+from shoal_common.wire import checksum, encode_push_chunk
 from shoal_protos.v1 import coordinator_pb2, parameter_server_pb2
 
 from tests.integration.coordinator.harness import Job
@@ -65,6 +66,13 @@ class Cluster:
     @property
     def bulk_port(self) -> int:
         return self.client.open_data(SERVED).tcp_port
+
+    def push_message(self) -> bytes:
+        """A whole push of the member's, as one message."""
+        payload = np.ones(_ELEMENTS, np.float32)
+        (held,) = self.client.get_server(member_id=MEMBER).partitions
+        header = self._pusher.header(0, checksum=checksum(memoryview(payload)), sequence=held.sequence + 1)
+        return bytes(encode_push_chunk((header, memoryview(payload).cast("B"))))
 
     def memory(self) -> dict[str, int]:
         """Bytes that each service has."""

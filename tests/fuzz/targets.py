@@ -33,6 +33,8 @@ _METHODS: Final = ("GET", "GET", "POST", "PUT", "HEAD", "", "\0", "GET GET", "X"
 _PATHS: Final = ("/metrics", "/sd", "/healthz", "/", "//", "/%00", "/" + "a" * 70_000, "/metrics?x=" + "&" * 300, "*", "\xe9")
 _HEADERS: Final = ("Host: x", "Authorization: Bearer \xff", "Accept: \t", "Content-Length: -1", "A" * 70_000, ": ", "X: y\rZ: w")
 
+_PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
 Shoot = Callable[[random.Random], str]
 """Sends one message; returns what came of it. Raises AssertionError for what must not be."""
 
@@ -47,7 +49,8 @@ def rpcs(cluster: Cluster, channels: dict[str, grpc.Channel]) -> Iterator[tuple[
         for method in service.methods:
             job = SERVED if name == "server-0" or method.name in _READING else OTHER
             likely = {"job_id": job} if name == "coordinator" else {**_likely(cluster), "job_id": job}
-            yield f"{name} {method.name}", _rpc(channels[name], method, likely)
+            whole = cluster.push_message if method.name == "Push" else None
+            yield f"{name} {method.name}", _rpc(channels[name], method, likely, whole)
 
 
 def _likely(cluster: Cluster) -> dict[str, Any]:
@@ -68,7 +71,8 @@ def _likely(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _rpc(channel: grpc.Channel, method: MethodDescriptor, likely: Mapping[str, Any]) -> Shoot:
+def _rpc(channel: grpc.Channel, method: MethodDescriptor, likely: Mapping[str, Any], whole: Callable[[], bytes] | None) -> Shoot:
+    """`whole` makes what the method takes; it is sent as it is, or spoilt."""
     kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
     path = f"/{method.containing_service.full_name}/{method.name}"
     call = getattr(channel, kind)(path, bytes, bytes)
@@ -76,6 +80,8 @@ def _rpc(channel: grpc.Channel, method: MethodDescriptor, likely: Mapping[str, A
     def shoot(chance: random.Random) -> str:
         messages = Messages(chance, _WORDS, likely)
         sent = [messages.encoded(method.input_type) for _ in range(chance.randrange(1, 4) if method.client_streaming else 1)]
+        if whole is not None and chance.random() < 0.6:
+            sent = [messages.spoilt(whole()) if chance.random() < 0.7 else whole()]
         metadata = () if chance.random() < 0.8 else (("shoal-member-key", chance.choice(("", "x", "0" * 32, "~" * 9))),)
         try:
             answer = call(iter(sent) if method.client_streaming else sent[0], timeout=_ANSWER_S, metadata=metadata)
@@ -89,6 +95,25 @@ def _rpc(channel: grpc.Channel, method: MethodDescriptor, likely: Mapping[str, A
         return "OK"
 
     return shoot
+
+
+def http2(cluster: Cluster) -> Iterator[tuple[str, Shoot]]:
+    """The gRPC ports, below gRPC: frames of HTTP/2 that follow no rule."""
+
+    def spoken(address: str) -> Shoot:
+        def shoot(chance: random.Random) -> str:
+            data = bytearray(_PREFACE if chance.random() < 0.8 else chance.randbytes(24))
+            for _ in range(chance.randrange(8)):
+                body = chance.randbytes(chance.choice((0, 4, 6, 8, 40, 1000)))
+                length = len(body) if chance.random() < 0.8 else chance.randrange(1 << 24)
+                stream = chance.choice((0, 1, 2, 3, (1 << 31) - 1))
+                data += length.to_bytes(3, "big") + bytes([chance.randrange(12), chance.randrange(256)]) + stream.to_bytes(4, "big") + body
+            return _exchange(connected(address), bytes(data))
+
+        return shoot
+
+    for each in cluster.local.services:
+        yield f"{each.name} HTTP/2", spoken(each.address)
 
 
 def http(cluster: Cluster) -> Iterator[tuple[str, Shoot]]:

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from tests.fuzz.cluster import Cluster
-from tests.fuzz.targets import Shoot, Tally, bulk, donors, http, rpcs
+from tests.fuzz.targets import Shoot, Tally, bulk, donors, http, http2, rpcs
 
 _THREADS: Final = 8
 _MOST_GROWTH: Final = 256 << 20
@@ -40,7 +40,7 @@ def shoot_at(cluster: Cluster, count: int, seed: int) -> Tally:
         chance = random.Random(f"{seed}/{number}")
         with ExitStack() as stack:
             channels = {each.name: stack.enter_context(grpc.insecure_channel(each.address)) for each in cluster.local.services}
-            targets: list[tuple[str, Shoot]] = [*rpcs(cluster, channels), *http(cluster), *bulk(cluster), *donors(stack)]
+            targets: list[tuple[str, Shoot]] = [*rpcs(cluster, channels), *http2(cluster), *http(cluster), *bulk(cluster), *donors(stack)]
             own: Tally = Counter()
             try:
                 for shot in range(count // _THREADS):

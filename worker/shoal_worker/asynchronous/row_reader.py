@@ -91,12 +91,24 @@ class RowReader:
                     ) from error
                 self._closed.wait(backoff.next_s(error))
 
-    def find(self) -> None:
-        """Asks the coordinator where the servers are: one that was restarted may listen elsewhere, and buckets may have moved."""
+    def find(self) -> bool:
+        """Asks the coordinator where the servers are: one that was restarted may listen elsewhere, and buckets may have moved. False: it
+        cannot say."""
         found = self._job.shard_map()
         if found is not None:
             with self._lock:
                 self._map = found
+        return found is not None
+
+    def find_for_certain(self) -> None:
+        """Returns when the coordinator has said where the servers are. A primary that was replaced without knowing it answers with what it
+        had for a while: what looks too old is asked for once more after this. Raises as `read`."""
+
+        def ask() -> None:
+            if not self.find():
+                raise UnavailableError("the coordinator does not say where the servers are")
+
+        self.insist(ask)
 
     def server_of(self, partition_id: int) -> tuple[ParameterServerClient, int]:
         """The server that has a partition, and the shard map's epoch that says so. Raises PreconditionError / SHARD_MAP_INCOMPLETE."""

@@ -22,6 +22,7 @@ from shoal_common.tables.wire import by_bucket, pulled_ids
 from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
+from shoal_worker.asynchronous.background import in_background
 from shoal_worker.asynchronous.job import Job
 from shoal_worker.tables import LookedUp
 
@@ -134,17 +135,7 @@ class RowReader:
 
     def read_ahead(self, partitions: Sequence[int], dim: int, ids: Ids) -> Future[LookedUp]:
         """`read`, in the background."""
-        future: Future[LookedUp] = Future()
-
-        def read() -> None:
-            try:
-                future.set_result(self.read(partitions, dim, ids))
-            except BaseException as error:
-                future.set_exception(error)
-
-        # Not a pool's: the interpreter would wait for it at its end, and it may wait for a server.
-        threading.Thread(target=read, name="shoal-prefetch", daemon=True).start()
-        return future
+        return in_background(lambda: self.read(partitions, dim, ids), name="shoal-prefetch")
 
     def close(self) -> None:
         """Ends calls in progress. Idempotent."""

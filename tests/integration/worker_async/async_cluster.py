@@ -38,9 +38,10 @@ class Server:
         self._directory.mkdir()
         self.start(**environment)
 
-    def start(self, **environment: str) -> None:
+    def start(self, *, coordinator: str = "", **environment: str) -> None:
+        """`coordinator`: where it finds that; empty: where the cluster does."""
         self._port_file = self._directory / f"{uuid.uuid4().hex}.json"
-        arguments = ["--coordinator", self._cluster.coordinator.address, "--job", self._cluster.job_id]
+        arguments = ["--coordinator", coordinator or self._cluster.coordinator.address, "--job", self._cluster.job_id]
         arguments += ["--server-id", self.server_id, "--port-file", str(self._port_file), "--snapshot-interval", "0s"]
         if self._keeps_data:
             arguments += ["--data-dir", str(self.data)]

@@ -62,6 +62,8 @@ def main() -> None:
     torch.set_num_threads(1)
     config: dict[str, Any] = json.loads(os.environ["DDP_TABLES"])
     directory = Path(config["directory"])
+    if "machine" in config:  # a directory that stands for a machine's own disk
+        os.chdir(config["machine"])
     micro = config.get("micro", True)
     shoal.init()
     net = Recommender(**config.get("users", {}))

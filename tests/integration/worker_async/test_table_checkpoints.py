@@ -211,6 +211,18 @@ def test_buckets_that_were_put_in_place_move(elsewhere: Make, fault_free: dict[s
     assert ended([worker])[0]["digest"] == fault_free["digest"]
 
 
+def test_rows_come_from_the_checkpoint_that_the_first_rank_reads(elsewhere: Make, fault_free: dict[str, Any], tmp_path: Path) -> None:
+    """On machines with disks of their own, on which checkpoints of one step lie that two runs have saved."""
+    machines = [tmp_path / "machine-0", tmp_path / "machine-1"]
+    for machine, changes in zip(machines, ({}, {"nan_at": [3]}), strict=True):
+        machine.mkdir()
+        start(elsewhere(servers=1), epochs=2, save="saved", machine=str(machine), **changes).result()
+    assert [newest(machine / "saved") for machine in machines] == [12, 12]
+    running = elsewhere(servers=1, together=2)
+    for result in ended([start(running, resume="saved", machine=str(machine)) for machine in machines]):
+        assert result["digest"] == fault_free["digest"]
+
+
 def test_a_damaged_file_of_rows_is_refused_and_nothing_is_changed(elsewhere: Make, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     first = elsewhere(servers=1)

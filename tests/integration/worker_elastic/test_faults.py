@@ -264,6 +264,24 @@ def test_when_all_that_held_the_state_are_gone_a_replacement_starts_from_the_che
         assert result["digest"] == fault_free["digest"]
 
 
+def test_replacements_of_all_go_on_together_from_a_checkpoint_of_an_epochs_last_step(
+    zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any]
+) -> None:
+    """Saved within the loop, so that what follows the epoch, which all take part in, is still to be done."""
+    settings = {"MICRO": "1", "CHECKPOINTS": str(tmp_path / "checkpoints"), "SAVE_EVERY": "20"}
+    with cluster(zygote, tmp_path, max_workers=2, min_workers=2, lease_ms=2000, EPOCHS=str(EPOCHS), **settings) as running:
+        for index in (0, 1):
+            running.start(index, SHOAL_FAILPOINTS="session.after_commit@25=hang")
+        eventually((tmp_path / "checkpoints" / "step-20").is_dir, "the checkpoint")
+        for index in (0, 1):
+            running.signal(index, signal.SIGKILL)
+        for index in (2, 3):
+            running.start(index)
+        results = running.finish(2, 3)
+    assert {r["digest"] for r in results} == {fault_free["digest"]}
+    assert {r["epochs_scheduled"] for r in results} == {fault_free["epochs_scheduled"]}
+
+
 def test_where_it_is_allowed_a_replacement_that_finds_no_state_begins_anew_at_step_0_and_says_so(
     zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any]
 ) -> None:

@@ -27,6 +27,7 @@ def main(arguments: Sequence[str]) -> None:
     micro = os.environ.get("MICRO") == "1"
     hold = Path(os.environ["OUTPUT"], "hold")
     checkpoints = os.environ.get("CHECKPOINTS")
+    save_every = int(os.environ.get("SAVE_EVERY", "0"))
     shoal.init()
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(10, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 2))
@@ -55,6 +56,8 @@ def main(arguments: Sequence[str]) -> None:
                 lost += not optimizer.step()
                 per_step.step()
                 optimizer.zero_grad()
+                if save_every:
+                    shoal.save_checkpoint(checkpoints, keep=2, every_steps=save_every)
         else:
             for inputs, labels in loader:
                 optimizer.zero_grad()
@@ -65,7 +68,7 @@ def main(arguments: Sequence[str]) -> None:
         evaluations.append(shoal.evaluate(model, validation, correct))
         per_epoch.optimizer.step()
         per_epoch.step()
-        if checkpoints:
+        if checkpoints and not save_every:
             shoal.save_checkpoint(checkpoints, keep=2)
 
     eventually(lambda: not Path(os.environ["OUTPUT"], "linger").exists(), "the test, which holds the run between its last step and its end")

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import Protocol
 
 import torch
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
+from shoal_worker.asynchronous.background import in_background
 from shoal_worker.asynchronous.ledger import Ledger
 from shoal_worker.asynchronous.tensors import HostTensor, Partition
 
@@ -41,12 +43,12 @@ class Prefetch:
         self._memory: dict[str, torch.Tensor] = {}
         self._pulls: list[Future[Pulled]] = []
 
-    def begin(self, servers: Sequence[Source], pool: ThreadPoolExecutor) -> None:
+    def begin(self, servers: Sequence[Source]) -> None:
         """Pulls from all of them. The one before must be over: see `land` and `drop`."""
         assert not self._pulls, "what was pulled before is landed or dropped first"
         if not self._memory:
             self._memory = {tensor.name: torch.empty_like(tensor.target(), device="cpu") for tensor in self._tensors}
-        self._pulls = [pool.submit(server.pull_ahead, self._memory) for server in servers]
+        self._pulls = [in_background(partial(server.pull_ahead, self._memory), name="shoal-prefetch") for server in servers]
 
     @property
     def is_there(self) -> bool:

@@ -22,6 +22,7 @@ from shoal_common.tables.wire import by_bucket, pulled_ids
 from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
+from shoal_worker.asynchronous.background import in_background
 from shoal_worker.asynchronous.job import Job
 from shoal_worker.tables import LookedUp
 
@@ -91,12 +92,24 @@ class RowReader:
                     ) from error
                 self._closed.wait(backoff.next_s(error))
 
-    def find(self) -> None:
-        """Asks the coordinator where the servers are: one that was restarted may listen elsewhere, and buckets may have moved."""
+    def find(self) -> bool:
+        """Asks the coordinator where the servers are: one that was restarted may listen elsewhere, and buckets may have moved. False: it
+        cannot say."""
         found = self._job.shard_map()
         if found is not None:
             with self._lock:
                 self._map = found
+        return found is not None
+
+    def find_for_certain(self) -> None:
+        """Returns when the coordinator has said where the servers are. A primary that was replaced without knowing it answers with what it
+        had for a while: what looks too old is asked for once more after this. Raises as `read`."""
+
+        def ask() -> None:
+            if not self.find():
+                raise UnavailableError("the coordinator does not say where the servers are")
+
+        self.insist(ask)
 
     def server_of(self, partition_id: int) -> tuple[ParameterServerClient, int]:
         """The server that has a partition, and the shard map's epoch that says so. Raises PreconditionError / SHARD_MAP_INCOMPLETE."""
@@ -122,17 +135,7 @@ class RowReader:
 
     def read_ahead(self, partitions: Sequence[int], dim: int, ids: Ids) -> Future[LookedUp]:
         """`read`, in the background."""
-        future: Future[LookedUp] = Future()
-
-        def read() -> None:
-            try:
-                future.set_result(self.read(partitions, dim, ids))
-            except BaseException as error:
-                future.set_exception(error)
-
-        # Not a pool's: the interpreter would wait for it at its end, and it may wait for a server.
-        threading.Thread(target=read, name="shoal-prefetch", daemon=True).start()
-        return future
+        return in_background(lambda: self.read(partitions, dim, ids), name="shoal-prefetch")
 
     def close(self) -> None:
         """Ends calls in progress. Idempotent."""

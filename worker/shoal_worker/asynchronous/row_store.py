@@ -171,11 +171,14 @@ class StepRowStore(ServerRowStore):
         partitions: Mapping[str, Sequence[int]],
         *,
         settle: Callable[[], None],
+        expected: Callable[[int], int],
         found: Callable[[Mapping[int, int]], None],
     ) -> None:
-        """`settle` returns when the servers have all of the last step. `found` is told of versions that partitions were found at."""
+        """`settle` returns when the servers have all of the last step. `expected`: the version that a partition has then; 0: not known.
+        `found` is told of versions that partitions were found at."""
         super().__init__(job, reader, tables, partitions)
         self._settle = settle
+        self._expected_version = expected
         self._found = found
 
     def settle(self) -> None:
@@ -184,8 +187,12 @@ class StepRowStore(ServerRowStore):
 
     def fetch(self, table: str, bucket: int, file: BinaryIO, given_up: threading.Event) -> int:
         """See `RowStore`. Rows that are not those of the step are as a lookup finds them: see `ServerStepTables`."""
+        partition_id = self._partitions[table][bucket]
         version = super().fetch(table, bucket, file, given_up)
-        self._found({self._partitions[table][bucket]: version})
+        if version < self._expected_version(partition_id):
+            self._reader.find_for_certain()
+            version = super().fetch(table, bucket, file, given_up)
+        self._found({partition_id: version})
         return version
 
 

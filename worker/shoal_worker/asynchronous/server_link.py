@@ -145,7 +145,8 @@ class ServerLink:
         """Gives the server rank 0's values, unless it holds some already, and takes over what it holds.
 
         `has_values`: this worker can give them. `joins_late`: into a run that had begun, so that a server without values may have lost
-        what was trained: it says so. Raises PreconditionError if it is rank 0 and cannot; DeadlineError.
+        what was trained: it says so. Raises PreconditionError if it is rank 0 and cannot; DeadlineError, and
+        StopTraining if it is to leave before it has any.
         """
         deadline = time.monotonic() + self._options.server_timeout.total_seconds()
         while not self._started:
@@ -157,6 +158,8 @@ class ServerLink:
                 # Rank 0 may be gone: whoever has the rank by now is asked for its values in the next round.
                 if error.reason != "PARTITION_UNINITIALIZED" or time.monotonic() > deadline or self._closing.is_set():
                     raise
+                if self._job.leaving:
+                    raise self._job.departure() from error
             else:
                 self._started = True
         if self._options.delay_compensation and not self._options.waits_for_others:

@@ -87,7 +87,7 @@ class ParameterServers:
         if ahead is not None:
             # Not before the push, which says on which values its gradients were computed.
             self._land()
-            ahead.begin(self._links, self._pool)
+            ahead.begin(self._links)
         elif iteration.pull:
             publish(self._trained)
         if iteration.batch and not iteration.in_part:

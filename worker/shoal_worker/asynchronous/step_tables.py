@@ -155,7 +155,12 @@ class ServerStepTables:
             self._servers.configure()
             self._reader = RowReader(job, shard_map, patience=self._options.server_timeout)
             self._partitions = buckets_of_tables(shard_map, self._tables)
-            self._store = StepRowStore(job, self._reader, self._tables, self._partitions, settle=self._see_all, found=self._note)
+            self._store = StepRowStore(
+                *(job, self._reader, self._tables, self._partitions),
+                settle=self._see_all,
+                expected=lambda partition_id: self._versions.get(partition_id, 0),
+                found=self._note,
+            )
             for table in self._tables:
                 table.come_from(_Rows(self, self._partitions[table.name], table.embedding_dim))
             job.takes_steps = True
@@ -327,8 +332,7 @@ class ServerStepTables:
                 if looked_anew:
                     self._note(found.versions)
                     return found
-                # A primary that was replaced without knowing it answers with what it had for a while: ask the one that the map names now.
-                self._require_reader().find()
+                self._require_reader().find_for_certain()
                 looked_anew = True
                 continue
             if self._shut_out:

@@ -319,6 +319,14 @@ def read_manifest(path: Path, layouts: Collection[str]) -> dict[str, Any]:
     return content
 
 
+def digest_of(path: Path) -> str:
+    """Tells the checkpoint in `path` from all others: its manifest has the digests of all files. Empty: there is none to be read."""
+    try:
+        return _file_digest(path / NAME)
+    except OSError:
+        return ""
+
+
 def damaged(path: Path, what: str) -> CorruptDataError:
     """The error for a checkpoint that is not as it was written."""
     return CorruptDataError(f"checkpoint {path} is damaged: {what}; use an older one, or a copy", reason="FILE_CORRUPT")

@@ -376,20 +376,28 @@ def _take_up(session: Session, channel: Channel, captured: dict[str, Any] | None
 
     Raises:
         CorruptDataError: rows are damaged; nothing is changed then.
+        ConfigurationError: rows are to be given under async_sgd from a directory that not all ranks share.
         DeadlineError (SERVER_AWAY): a server was away for too long.
     """
     store = session.row_store
     if store is None:
         session.replace_state(channel, captured)
         return
+    # On disks of their own machines may have other checkpoints of the step, whose rows are not those of this model.
+    digests = channel.exchange(manifest.digest_of(path).encode())
+    sees = [each == digests[0] for each in digests]
     if not store.steady:
+        if not all(sees):
+            raise ConfigurationError(
+                f"resume: ranks {[rank for rank, each in enumerate(sees) if not each]} do not see the checkpoint {path} that rank 0 has "
+                "read; with sparse tables and async_sgd give a directory that all ranks share"
+            )
         stored = rows_of(path)
         if session.rank == 0 and store.lacks(stored):
             stored.verify()
         session.replace_state(channel, captured)
         store.begin_with(stored)
         return
-    sees = [each == b"True" for each in channel.exchange(str((path / manifest.NAME).is_file()).encode())]
     share = (sum(sees[: channel.rank]), sum(sees))
     seen: list[SavedRows] = []
 

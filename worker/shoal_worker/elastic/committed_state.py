@@ -192,7 +192,8 @@ class HeldState:
             "replica": replica if replica is not None else self.engine.capture(),
             "registered": self.registered.capture(),
             "sources": {source.name: source.state_dict() for source in self.sources} | self._waiting,
-            "loops": {name: loop | {"inside": inside} for name, loop in self._loops.items()},
+            # One that was loaded, and that this script has not entered yet, is as it was loaded: peers are to enter it as this script will.
+            "loops": {name: self._loops_to_enter.get(name, loop | {"inside": inside}) for name, loop in self._loops.items()},
             "steps": self.steps,
             "run": self.run,
         }

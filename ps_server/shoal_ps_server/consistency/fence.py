@@ -17,8 +17,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from shoal_common.errors import StaleGenerationError
+from shoal_common.security import check_member_key
+
+_NONE: Final[Mapping[str, str]] = {}
 
 REMEMBERED = 1024
 """Members out of the job whose sequence numbers and put-out generations are kept, in case they come back."""
@@ -51,19 +55,24 @@ class Fence:
     members: frozenset[str] = frozenset()
     put_out: dict[str, int] = field(default_factory=dict)
     """Member -> the newest generation without it, oldest departure first."""
+    key_digests: dict[str, str] = field(default_factory=dict)
+    """Member of the newest generation -> the digest of its key; without those that have none."""
 
     @classmethod
-    def restored(cls, *, generation: int, members: Iterable[str], put_out: Mapping[str, int]) -> Fence:
+    def restored(
+        cls, *, generation: int, members: Iterable[str], put_out: Mapping[str, int], key_digests: Mapping[str, str] = _NONE
+    ) -> Fence:
         """Makes the fence that a snapshot held."""
-        return cls(generation=generation, members=frozenset(members), put_out=dict(put_out))
+        return cls(generation=generation, members=frozenset(members), put_out=dict(put_out), key_digests=dict(key_digests))
 
-    def learn(self, generation: int, members: Iterable[str]) -> Change:
-        """The coordinator names a generation's members. An older generation than the known one is old news, and changes nothing."""
+    def learn(self, generation: int, members: Iterable[str], key_digests: Mapping[str, str] = _NONE) -> Change:
+        """The coordinator names a generation's members, and the digests of the keys of those that have one. An older
+        generation than the known one is old news, and changes nothing."""
         if generation < self.generation:
             return Change()
         now = frozenset(members)
         change = Change(joined=now - self.members, left=self.members - now)
-        self.generation, self.members = generation, now
+        self.generation, self.members, self.key_digests = generation, now, dict(key_digests)
         for member in sorted(change.left):
             self.put_out.pop(member, None)  # so that it goes to the end
             self.put_out[member] = generation
@@ -77,6 +86,10 @@ class Fence:
         for member in known.keys() & self.put_out.keys():
             self.put_out[member] = max(self.put_out[member], known.pop(member))
         self.put_out = known | self.put_out
+
+    def check_key(self, member: str, key: str) -> None:
+        """Raises PermissionDeniedError when `key` is not that of this member of the newest generation."""
+        check_member_key(member, self.key_digests.get(member, ""), key)
 
     def check(self, member: str, generation: int) -> Verdict:
         """Raises StaleGenerationError for a caller that is fenced off for good."""

@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import Final
 
 from shoal_common.errors import DeadlineError, UnavailableError
-from shoal_common.security import check_member_key
 
 from shoal_ps_server.consistency.clocks import Clocks, Consistency, ConsistencyMode
 from shoal_ps_server.consistency.fence import Change, Fence, Verdict
@@ -44,16 +43,12 @@ class Membership:
         self._push_wait = push_wait
         self._first_heard = first_heard
         self._stopping = False
-        self._key_digests: dict[str, str] = {}
-        """By member of the newest generation; without those that have no key."""
         self._news = asyncio.Event()
         """Set, and replaced, whenever something that a waiter looks at has changed."""
 
     def learn(self, generation: int, members: Iterable[str], key_digests: Mapping[str, str] = _NONE) -> Change:
         """The coordinator's word on a generation's members, and the digests of the keys of those that have one."""
-        if generation >= self.fence.generation:
-            self._key_digests = dict(key_digests)
-        change = self.fence.learn(generation, members)
+        change = self.fence.learn(generation, members, key_digests)
         self.clocks.follow(self.fence.members)
         self._announce()
         return change
@@ -85,9 +80,8 @@ class Membership:
         self.fence.check(member, generation)
 
     def check_key(self, member: str, key: str) -> None:
-        """Raises PermissionDeniedError when `key` is not that of this member of the newest generation. While the coordinator has not
-        spoken since this server began, it knows no keys: then there is nothing to check by."""
-        check_member_key(member, self._key_digests.get(member, ""), key)
+        """Raises PermissionDeniedError when `key` is not that of this member of the newest generation."""
+        self.fence.check_key(member, key)
 
     async def admit(self, member: str, generation: int, *, key: str = "") -> None:
         """Returns when the caller, which shows `key`, may act as `member`.

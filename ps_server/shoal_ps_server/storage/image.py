@@ -36,6 +36,7 @@ class Members:
     generation: int = -1
     members: frozenset[str] = frozenset()
     put_out: Mapping[str, int] = field(default_factory=dict)
+    key_digests: Mapping[str, str] = field(default_factory=dict)
     clocks: Mapping[str, MemberClock] = field(default_factory=dict)
     """Each member's clock."""
     slowest_clock: int = 0
@@ -44,7 +45,7 @@ class Members:
 
     def fence(self) -> Fence:
         """A fence as it was."""
-        return Fence.restored(generation=self.generation, members=self.members, put_out=self.put_out)
+        return Fence.restored(generation=self.generation, members=self.members, put_out=self.put_out, key_digests=self.key_digests)
 
     def restored_clocks(self) -> Clocks:
         """The members' clocks, to be gone on with."""
@@ -59,6 +60,7 @@ class Members:
             generation=fence.generation,
             members=fence.members,
             put_out=dict(fence.put_out),
+            key_digests=dict(fence.key_digests),
             clocks=clocks.members,
             slowest_clock=clocks.slowest,
             opened=clocks.opened,
@@ -206,6 +208,7 @@ def members_to_json(members: Members) -> dict[str, Any]:
         "generation": members.generation,
         "members": sorted(members.members),
         "put_out": list(members.put_out.items()),
+        "key_digests": dict(members.key_digests),
         "clocks": {member: [each.clock, each.origin] for member, each in members.clocks.items()},
         "slowest_clock": members.slowest_clock,
         "resting": sorted(member for member, each in members.clocks.items() if each.rests),
@@ -222,6 +225,7 @@ def members_from_json(value: Mapping[str, Any]) -> Members:
         generation=int(value["generation"]),
         members=frozenset(map(str, value["members"])),
         put_out={str(member): int(generation) for member, generation in value["put_out"]},
+        key_digests={str(member): str(digest) for member, digest in value.get("key_digests", {}).items()},  # nor those
         clocks={
             str(member): MemberClock(
                 clock=int(clock),

@@ -78,6 +78,23 @@ def test_a_ticket_that_was_got_before_the_server_knew_of_the_member_does_not_spe
     assert refused.value.reason == "MEMBER_KEY_WRONG"
 
 
+def test_a_server_that_comes_back_while_the_coordinator_is_away_knows_the_keys(guarded: Any, tmp_path: Any) -> None:
+    cluster = guarded
+    cluster.running.stop()
+    settings = {"tokens": tmp_path / "tokens", "token": "st", "data_dir": tmp_path / "data"}
+    cluster.unregistered(**settings)
+    cluster.coordinator.registrations.get(timeout=30)
+    cluster.coordinator.heartbeats.get(timeout=30)
+    cluster.trainable(client_of(cluster, "a")).push(1.0)
+    cluster.running.stop()
+    cluster.coordinator.stop()
+    cluster.unregistered(**settings)
+    with pytest.raises(PermissionDeniedError) as refused:
+        cluster.member(client_of(cluster, "b")).push(1.0)
+    assert refused.value.reason == "MEMBER_KEY_WRONG"
+    assert cluster.member(client_of(cluster, "a")).push(1.0, sequence=2)
+
+
 def test_members_without_a_key_are_taken_at_their_word(cluster: Any) -> None:
     """Those of an earlier release."""
     cluster.trainable(cluster.server()).push(1.0)

@@ -48,7 +48,7 @@ async def serve(settings: CoordinatorSettings, redis_url: str, stop: asyncio.Eve
         metrics = CoordinatorMetrics(registry)
         clock = Clock(await store.now_unix_ms())
         jobs = Jobs(store, clock=clock, policy=Policy(), metrics=metrics, retention=settings.job_retention)
-        registry.register(JobsCollector(jobs.states))
+        registry.register(JobsCollector(jobs.observed))
         stack.push_async_callback(jobs.close, _stopping())
         await jobs.load()
         servicer = _servicer(settings, jobs, store, clock, metrics, redis_url)

@@ -122,7 +122,7 @@ verify-images: .venv/installed
 	@echo "Installing into .venv (about a minute, once)"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet -c constraints.txt -r dev-requirements.txt \
-		-e protos -e common -e coordinator -e ps_server -e 'worker[mpi]' -e 'sdk[demo]'
+		-e protos -e common -e coordinator -e ps_server -e 'worker[mpi]' -e 'sdk[demo,tensorboard]'
 	@touch $@
 
 .venv-peers/installed: benchmarks/peers-constraints.txt

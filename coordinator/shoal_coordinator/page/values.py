@@ -101,7 +101,8 @@ def _member(job: ObservedJob, member: Member, rank: int | None) -> dict[str, Any
         "pid": identity.pid,
         "joined_unix_ms": member.joined_unix_ms,
         "step": progress.step,
-        "steps_behind": max(0, job.newest_step - progress.step) if rank is not None else None,
+        # Workers of asynchronous training count their own pushes: those that came later have fewer, and are not behind.
+        "steps_behind": max(0, job.newest_step - progress.step) if rank is not None and not job.state.loaders else None,
         "epoch": progress.epoch,
         "samples": progress.samples,
         "samples_per_s": progress.samples_per_s,

@@ -186,8 +186,8 @@ CONTRAST = """
 const parse = colour => { const p = colour.match(/[\\d.]+/g).map(Number); return {rgb: p.slice(0, 3), alpha: p.length > 3 ? p[3] : 1}; };
 const luminance = rgb => { const [r, g, b] = rgb.map(v => { v /= 255; return v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; });
   return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
-const ground = e => { for (; e; e = e.parentElement) { const c = parse(getComputedStyle(e).backgroundColor); if (c.alpha === 1) return c.rgb; }
-  return [255, 255, 255]; };
+const ground = e => { while (e && parse(getComputedStyle(e).backgroundColor).alpha !== 1) e = e.parentElement;
+  return e ? parse(getComputedStyle(e).backgroundColor).rgb : [255, 255, 255]; };
 const faint = [];
 for (const e of document.querySelectorAll('body *')) {
   const own = [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim());

@@ -73,7 +73,7 @@ protos: .venv/installed ## Regenerate the gRPC stubs
 
 .PHONY: dashboards
 dashboards: .venv/installed ## Regenerate the Grafana dashboards
-	$(BIN)/python docker/grafana/dashboards.py
+	PYTHONPATH=docker/grafana $(BIN)/python -m shoal_dashboards
 
 .PHONY: verify-stubs
 verify-stubs: .venv/installed
@@ -106,8 +106,9 @@ verify-deployment: .venv/installed
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec compose.yaml compose.gpu.yaml
 	$(BIN)/podman-compose --dry-run --profile servers --profile monitoring -f compose.yaml config > /dev/null
 	$(BIN)/podman-compose --dry-run --profile servers --profile monitoring -f compose.yaml -f compose.gpu.yaml config > /dev/null
-	$(BIN)/python docker/grafana/dashboards.py --check
-	@if command -v promtool > /dev/null; then promtool check config --syntax-only docker/prometheus/prometheus.yml; \
+	PYTHONPATH=docker/grafana $(BIN)/python -m shoal_dashboards --check
+	@if command -v promtool > /dev/null; then promtool check config --syntax-only docker/prometheus/prometheus.yml && \
+		promtool check rules docker/prometheus/alerts.yml && promtool test rules docker/prometheus/alerts_test.yml; \
 	else echo "promtool is not on PATH: docker/prometheus is not checked"; fi
 
 .PHONY: verify-images
@@ -121,7 +122,7 @@ verify-images: .venv/installed
 	@echo "Installing into .venv (about a minute, once)"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet -c constraints.txt -r dev-requirements.txt \
-		-e protos -e common -e coordinator -e ps_server -e 'worker[mpi]' -e 'sdk[demo]'
+		-e protos -e common -e coordinator -e ps_server -e 'worker[mpi]' -e 'sdk[demo,tensorboard]'
 	@touch $@
 
 .venv-peers/installed: benchmarks/peers-constraints.txt

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from shoal_coordinator.membership.state import JobPhase, JobState, MemberPhase
+from shoal_coordinator.membership.observation import ObservedJob
+from shoal_coordinator.membership.state import JobPhase, MemberPhase
 
 _MILLISECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
@@ -89,29 +91,65 @@ class CoordinatorMetrics:
 
 
 class JobsCollector(Collector):
-    """Gauges of the jobs that are not finished, read from their states at each scrape: on the scraper's thread, from immutable values."""
+    """Gauges of the jobs, read at each scrape on the scraper's thread. Of a run that has ended and whose members are gone, only whether it
+    failed is told."""
 
-    def __init__(self, states: Callable[[], Iterable[JobState]]) -> None:
-        self._states = states
+    def __init__(self, observed: Callable[[], Iterable[ObservedJob]]) -> None:
+        self._observed = observed
 
     def collect(self) -> Iterator[Metric]:
         """One sample per job, and per job and phase."""
-        generation = GaugeMetricFamily("shoal_coordinator_generation", "Number of the job's newest generation.", labels=["job_id"])
-        world = GaugeMetricFamily("shoal_coordinator_world_size", "Ranks that train now; 0 while the job waits.", labels=["job_id"])
+        gauges = {name: GaugeMetricFamily(f"shoal_coordinator_{name}", text, labels=["job_id"]) for name, (text, _) in _JOB_GAUGES.items()}
         members = GaugeMetricFamily("shoal_coordinator_members", "Live members, by phase.", labels=["job_id", "phase"])
-        servers = GaugeMetricFamily("shoal_coordinator_servers_alive", "Registered parameter servers that are alive.", labels=["job_id"])
-        stands = GaugeMetricFamily("shoal_coordinator_step_stands", "1 while ranks wait and no step ends.", labels=["job_id"])
-        stragglers = GaugeMetricFamily("shoal_coordinator_stragglers", "Ranks that hold the others back.", labels=["job_id"])
-        for state in self._states():
+        phases = GaugeMetricFamily("shoal_coordinator_job_phase", "1 for the phase that the job is in.", labels=["job_id", "phase"])
+        failed = GaugeMetricFamily(
+            "shoal_coordinator_run_failed_timestamp_seconds",
+            "When the job's newest run failed; absent of jobs whose newest run did not.",
+            labels=["job_id"],
+        )
+        for job in self._observed():
+            state, job_id = job.state, job.state.spec.job_id
+            if job.failed_unix_ms:
+                failed.add_metric([job_id], job.failed_unix_ms / 1000)
             if state.phase is JobPhase.FINISHED and not state.members:
                 continue
-            job = state.spec.job_id
-            trains = state.generation is not None and state.phase is not JobPhase.WAITING
-            generation.add_metric([job], state.number)
-            world.add_metric([job], len(state.generation.ranks) if trains and state.generation is not None else 0)
-            servers.add_metric([job], sum(server.alive for server in state.servers.values()))
-            stands.add_metric([job], state.stall is not None)
-            stragglers.add_metric([job], sum(one.told for one in state.stragglers.values()))
+            for name, (_, value) in _JOB_GAUGES.items():
+                gauges[name].add_metric([job_id], value(job))
             for phase in MemberPhase:
-                members.add_metric([job, phase], state.in_phase(phase))
-        yield from (generation, world, members, servers, stands, stragglers)
+                members.add_metric([job_id, phase], state.in_phase(phase))
+            for job_phase in JobPhase:
+                phases.add_metric([job_id, job_phase], state.phase is job_phase)
+        yield from (*gauges.values(), members, phases, failed)
+
+
+_JOB_GAUGES: Final[Mapping[str, tuple[str, Callable[[ObservedJob], float]]]] = {
+    "run": ("Number of the job's newest run.", lambda job: job.state.run.number),
+    "generation": ("Number of the job's newest generation.", lambda job: job.state.number),
+    "run_generations": (
+        "Generations of the newest run, as their numbers tell; 0: it has not begun to train.",
+        lambda job: job.state.number - job.state.run_above,
+    ),
+    "world_size": ("Ranks that train now; 0 while the job waits.", lambda job: job.world_size),
+    "min_workers": ("The fewest ranks with which the job trains.", lambda job: job.state.spec.min_workers),
+    "max_workers": ("The most ranks that the job takes.", lambda job: job.state.spec.max_workers),
+    "newest_step": ("The highest step that a member has committed, as heartbeats say.", lambda job: job.newest_step),
+    "seconds_without_progress": (
+        "Seconds since a rank last came to another step, border or operation; 0 while the job does not train.",
+        lambda job: job.without_progress_s,
+    ),
+    "step_stands": ("1 while ranks wait and no step ends.", lambda job: job.state.stall is not None),
+    "stragglers": ("Ranks that hold the others back.", lambda job: sum(one.told for one in job.state.stragglers.values())),
+    "servers_alive": (
+        "Registered parameter servers that are alive.",
+        lambda job: sum(server.alive for server in job.state.servers.values()),
+    ),
+    "server_places_unserved": (
+        "Places of parameter servers at which no primary serves: what lies there can be neither pushed to nor pulled.",
+        lambda job: job.unserved_places,
+    ),
+    "server_places_unprotected": (
+        "Places of parameter servers without a backup in sync, in a job that is to have backups.",
+        lambda job: job.unprotected_places,
+    ),
+}
+"""Name behind `shoal_coordinator_` -> help text and value."""

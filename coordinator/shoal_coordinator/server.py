@@ -21,6 +21,7 @@ from shoal_common.telemetry.http import HttpRequest, HttpResponse, HttpServer, s
 from shoal_coordinator.membership.reasons import Refusal
 from shoal_coordinator.membership.spec import Policy
 from shoal_coordinator.metrics import CoordinatorMetrics, JobsCollector
+from shoal_coordinator.page.routes import PAGE, StatusPage
 from shoal_coordinator.service.clock import Clock
 from shoal_coordinator.service.discovery import targets
 from shoal_coordinator.service.jobs import Jobs
@@ -48,7 +49,7 @@ async def serve(settings: CoordinatorSettings, redis_url: str, stop: asyncio.Eve
         metrics = CoordinatorMetrics(registry)
         clock = Clock(await store.now_unix_ms())
         jobs = Jobs(store, clock=clock, policy=Policy(), metrics=metrics, retention=settings.job_retention)
-        registry.register(JobsCollector(jobs.states))
+        registry.register(JobsCollector(jobs.observed))
         stack.push_async_callback(jobs.close, _stopping())
         await jobs.load()
         servicer = _servicer(settings, jobs, store, clock, metrics, redis_url)
@@ -59,12 +60,16 @@ async def serve(settings: CoordinatorSettings, redis_url: str, stop: asyncio.Eve
             allowed_roles=ALLOWED_ROLES,
             metrics_registry=registry,
         )
+        page = StatusPage(jobs, store, timeout_s=settings.request_timeout.total_seconds())
+        following = asyncio.create_task(page.histories.follow(), name="histories")
+        stack.push_async_callback(end_tasks, [following])
         http = serve_metrics(
             str(settings.http),
             registry,
-            routes={"/sd": partial(_discover, jobs)},
+            routes={"/sd": partial(_discover, jobs), **page.routes},
             unhealthy=partial(_unhealthy, jobs),
             tokens=settings.token_table,
+            without_token={PAGE},
         )
         stack.callback(http.close)
         port = await rpc.start()

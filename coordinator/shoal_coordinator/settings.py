@@ -37,7 +37,7 @@ class CoordinatorSettings(ServiceSettings):
     """host:port of the gRPC service."""
 
     http: AddressField = Address("127.0.0.1", 0)
-    """host:port of /metrics, /healthz and /sd."""
+    """host:port of the status page, /metrics, /healthz and /sd."""
 
     store_url: str | None = None
     """The Redis URL that members are told for their rendezvous stores; None: the coordinator's own, without its credentials."""

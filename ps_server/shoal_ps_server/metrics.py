@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from shoal_common.errors import ShoalError
@@ -71,6 +74,12 @@ class Metrics:
         self.members = Gauge("shoal_ps_members", "Members of that generation.", registry=registry)
         self.slowest_clock = Gauge("shoal_ps_slowest_clock", "Clock of the slowest member.", registry=registry)
         self.fastest_clock = Gauge("shoal_ps_fastest_clock", "Clock of the fastest member.", registry=registry)
+        self.clock_bound = Gauge(
+            "shoal_ps_clock_bound",
+            "Clocks that a member may be ahead of the slowest when it begins an iteration: the bound of ssp, 0 under bsp; +Inf under asp.",
+            registry=registry,
+        )
+        self.clock_bound.set(math.inf)
         self.coordinator_connected = Gauge(
             "shoal_ps_coordinator_connected", "1 while the session with the coordinator is open.", registry=registry
         )
@@ -102,7 +111,15 @@ class Metrics:
             buckets=_FROZEN_BUCKETS_S,
         )
 
+        self.disk_bytes = Gauge("shoal_ps_disk_bytes", "Size of the disk with the data directory; 0: there is none.", registry=registry)
+        self.disk_free_bytes = Gauge("shoal_ps_disk_free_bytes", "What can still be written to that disk.", registry=registry)
+
         self.backup_in_sync = Gauge("shoal_ps_backup_in_sync", "1 while a backup has all that this server acknowledged.", registry=registry)
+
+    def watch_disk(self, path: Path) -> None:
+        """From now on each scrape looks at the disk with this directory."""
+        self.disk_bytes.set_function(lambda: shutil.disk_usage(path).total)
+        self.disk_free_bytes.set_function(lambda: shutil.disk_usage(path).free)
 
     @contextmanager
     def counting_refusals(self, method: str) -> Iterator[None]:

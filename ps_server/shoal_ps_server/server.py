@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack
@@ -30,6 +31,7 @@ from shoal_common.tasks import end_tasks
 from shoal_common.telemetry import HttpServer, serve_metrics
 
 from shoal_ps_server.configuration import Configuration
+from shoal_ps_server.consistency.clocks import ConsistencyMode
 from shoal_ps_server.consistency.membership import Membership
 from shoal_ps_server.metrics import Metrics
 from shoal_ps_server.replication.giving import Giver
@@ -126,6 +128,8 @@ class ParameterServer:
         self._recovered = recovered
         self._registry = CollectorRegistry()
         self._metrics = Metrics(self._registry)
+        if directory is not None:
+            self._metrics.watch_disk(directory.path)
         self._shard = recovered.shard
         self._moves = recovered.moves
         self._membership = Membership(
@@ -365,6 +369,8 @@ class ParameterServer:
         metrics.highest_version.set(max(summary.versions.values(), default=0))
         metrics.slowest_clock.set(self._membership.clocks.slowest)
         metrics.fastest_clock.set(max(clocks, default=self._membership.clocks.slowest))
+        consistency = self._membership.consistency
+        metrics.clock_bound.set(math.inf if consistency.mode is ConsistencyMode.ASP else consistency.bound)
         return summary.stored_bytes
 
     # ---------------------------------------------------------------------------------------------------------- its parts

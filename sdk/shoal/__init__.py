@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         ShardedOptimizer,
         ShardingConfiguration,
         StepStatus,
+        TensorBoard,
         as_distributed,
         as_distributed_for_high_bandwidth,
         as_distributed_for_low_bandwidth,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
         resume,
         save_checkpoint,
         shutdown,
+        track,
         world_size,
     )
     from shoal_worker.backends.base import CommunicationBackend
@@ -131,6 +133,7 @@ __all__ = [
     "SparseEmbeddingBag",
     "StaleGenerationError",
     "StepStatus",
+    "TensorBoard",
     "TensorParallelModel",
     "TensorParallelOptimizer",
     "TlsSettings",
@@ -158,6 +161,7 @@ __all__ = [
     "resume",
     "save_checkpoint",
     "shutdown",
+    "track",
     "world_size",
 ]
 
@@ -198,6 +202,7 @@ _HOMES = {
     "SparseEmbeddingBag": "shoal_worker.tables",
     "TensorParallelModel": "shoal_worker.strategies.tensor",
     "TensorParallelOptimizer": "shoal_worker.strategies.tensor",
+    "TensorBoard": "shoal_worker.tracking.tensorboard",
     "TlsSettings": "shoal_common.security",
     "ZeRO1Model": "shoal_worker.strategies.zero1",
     "ZeRO1Optimizer": "shoal_worker.strategies.zero1",

@@ -25,6 +25,8 @@ from shoal_worker.elastic.worker_process import current_session, find_session, o
 from shoal_worker.strategies import registry
 from shoal_worker.strategies.model import ShardedModel
 from shoal_worker.strategies.optimizer import ShardedOptimizer
+from shoal_worker.tracking.tensorboard import TensorBoard
+from shoal_worker.tracking.tracker import Sink, Tracker
 
 __all__ = [
     "ElasticDataLoader",
@@ -32,6 +34,7 @@ __all__ = [
     "ShardedOptimizer",
     "ShardingConfiguration",
     "StepStatus",
+    "TensorBoard",
     "as_distributed",
     "as_distributed_for_high_bandwidth",
     "as_distributed_for_low_bandwidth",
@@ -47,6 +50,7 @@ __all__ = [
     "resume",
     "save_checkpoint",
     "shutdown",
+    "track",
     "world_size",
 ]
 
@@ -260,6 +264,18 @@ def report(*, loss: float | torch.Tensor) -> None:
         ConfigurationError: it is not one number.
     """
     current_session().progress.loss.tell(loss)
+
+
+def track(*sinks: Sink, every_steps: int = 10) -> None:
+    """Writes loss, speed, ranks and faults to `sinks`, such as `shoal.TensorBoard("runs/digits")`, every so many steps.
+
+    Called once, before the loop, on every rank: the first rank writes, and when it dies the next one goes on, in the same run. After a
+    resume, steps that are done again appear once. The loss is the writing rank's own (`shoal.report`), or that of `train_step`.
+
+    Raises:
+        ConfigurationError: `every_steps` below 1. What a sink cannot write, later, is an error in the log, and training goes on.
+    """
+    Tracker(current_session(), sinks, every_steps=every_steps)
 
 
 def is_joining() -> bool:

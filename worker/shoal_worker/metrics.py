@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _PAUSES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_DISKS = (0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1800)
 _STALENESS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
 
 
@@ -64,6 +65,26 @@ class WorkerMetrics:
             registry=self.registry,
         )
 
+        self.checkpoints = Counter(
+            "shoal_worker_checkpoints",
+            "Checkpoints, or this worker's parts of them, by what became of them: written, failed, or given_up (another worker went away "
+            "before it had written its part).",
+            ("outcome",),
+            registry=self.registry,
+        )
+        for outcome in ("written", "failed", "given_up"):  # from 0 on, so that the first failure is an increase
+            self.checkpoints.labels(outcome)
+        self.checkpoint_seconds = Histogram(
+            "shoal_worker_checkpoint_seconds",
+            "Time to write a checkpoint, or this worker's part of it, beside the training.",
+            buckets=_DISKS,
+            registry=self.registry,
+        )
+        self.checkpoint_timestamp = Gauge(
+            "shoal_worker_checkpoint_timestamp_seconds",
+            "When this worker last wrote a checkpoint or its part of one; 0: never.",
+            registry=self.registry,
+        )
         self.transports_lost = Counter(
             "shoal_worker_transports_lost",
             "Times that a transport to a parameter server (memory or tcp) could not be had and the next one took its place.",
@@ -88,6 +109,13 @@ class WorkerMetrics:
         """Notes who this worker is now."""
         self.info.clear()
         self.info.labels(member_id, str(rank)).set(1)
+
+    def checkpoint_ended(self, outcome: str, *, seconds: float) -> None:
+        """A checkpoint, or this worker's part of one, is written, or will not be."""
+        self.checkpoints.labels(outcome).inc()
+        if outcome == "written":
+            self.checkpoint_seconds.observe(seconds)
+            self.checkpoint_timestamp.set_to_current_time()
 
     def transferred(self, size_bytes: int, seconds: float) -> None:
         """State was received from peers."""

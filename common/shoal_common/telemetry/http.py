@@ -1,4 +1,5 @@
-"""The small HTTP server beside every gRPC service: `/metrics`, `/healthz` and a service's own GET routes (the coordinator's `/sd`).
+"""The small HTTP server beside every gRPC service: `/metrics`, `/healthz` and a service's own GET routes (the coordinator's `/sd`, and
+its status page).
 
 Threaded, from the standard library: scrapes must be answered while the event loop is busy, and there is one every few seconds. Routes
 therefore run on threads of this server, several at a time. It is for operators and Prometheus, not for data; no TLS (put a proxy
@@ -11,8 +12,8 @@ import json
 import logging
 import socket
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
@@ -22,8 +23,16 @@ from urllib.parse import parse_qsl, urlsplit
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from shoal_common.errors import AuthenticationError, ConfigurationError, PermissionDeniedError, ShoalError, UnavailableError
-from shoal_common.security import Holder, TokenTable
+from shoal_common.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    InvalidRequestError,
+    PermissionDeniedError,
+    ShoalError,
+    UnavailableError,
+    UnknownResourceError,
+)
+from shoal_common.security import ANYONE, Holder, TokenTable
 from shoal_common.settings import Address, parse_address
 
 logger = logging.getLogger(__name__)
@@ -38,6 +47,8 @@ class HttpRequest:
     path: str
     query: Mapping[str, str]
     headers: Mapping[str, str]
+    holder: Holder = ANYONE
+    """Whose token it came with."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +58,7 @@ class HttpResponse:
     body: bytes
     content_type: str = "text/plain; charset=utf-8"
     status: int = HTTPStatus.OK
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def json(cls, value: Any, *, status: int = HTTPStatus.OK) -> HttpResponse:
@@ -58,7 +70,7 @@ class HttpResponse:
 
 
 Route = Callable[[HttpRequest], HttpResponse]
-"""Runs on a thread of the HTTP server. UnavailableError becomes 503, every other exception 500."""
+"""Runs on a thread of the HTTP server. UnknownResourceError becomes 404, InvalidRequestError 400, UnavailableError 503, all else 500."""
 
 
 class HttpServer:
@@ -107,12 +119,15 @@ def serve_metrics(
     unhealthy: Callable[[], str | None] = lambda: None,
     tokens: TokenTable | None = None,
     job: str | None = None,
+    without_token: Collection[str] = (),
+    checking_job: Collection[str] = (),
 ) -> HttpServer:
     """Serves until closed. `listen`: host:port, port 0 picks one (`.port`).
 
     `unhealthy` answers /healthz: None for 200, else the reason, sent with 503. `tokens`, unless open, are asked for on every path but
-    /healthz, any role. `job`: the only one that the pages show; None: they show all, and a token that is for one job is not enough.
-    ConfigurationError when the address cannot be bound.
+    /healthz and those `without_token`, any role. `job`: the only one that the pages show; None: they show all, and a token that is for one
+    job is not enough, but for the paths `checking_job`, whose routes look at the request's holder themselves. ConfigurationError when the
+    address cannot be bound.
     """
     address = parse_address(listen)
     table: dict[str, Route] = {
@@ -126,6 +141,8 @@ def serve_metrics(
         routes = table
         tokens = required
         only_job = job
+        open_paths = frozenset({"/healthz", *without_token})
+        checking_paths = frozenset(checking_job)
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True
@@ -150,6 +167,8 @@ class _Handler(BaseHTTPRequestHandler):
     routes: Mapping[str, Route]
     tokens: TokenTable | None
     only_job: str | None
+    open_paths: frozenset[str]
+    checking_paths: frozenset[str]
 
     def do_GET(self) -> None:
         parts = urlsplit(self.path)
@@ -160,6 +179,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(response.body)))
         if response.status == HTTPStatus.UNAUTHORIZED:
             self.send_header("WWW-Authenticate", "Bearer")
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        for name, value in response.headers.items():
+            self.send_header(name, value)
         # One request per connection: an idle one would hold a thread, and scrapes are seconds apart.
         self.send_header("Connection", "close")
         self.end_headers()
@@ -170,13 +193,17 @@ class _Handler(BaseHTTPRequestHandler):
         if route is None:
             return HttpResponse.text(f"no such page; there are {', '.join(sorted(self.routes))}", status=HTTPStatus.NOT_FOUND)
         try:
-            if self.tokens is not None and request.path != "/healthz":
-                self._admit(self.tokens.holder_of(request.headers.get("authorization")))
+            if self.tokens is not None and request.path not in self.open_paths:
+                request = replace(request, holder=self._admitted(request, self.tokens))
             return route(request)
         except AuthenticationError as error:
             return HttpResponse.text(str(error), status=HTTPStatus.UNAUTHORIZED)
         except PermissionDeniedError as error:
             return HttpResponse.text(str(error), status=HTTPStatus.FORBIDDEN)
+        except UnknownResourceError as error:
+            return HttpResponse.text(str(error), status=HTTPStatus.NOT_FOUND)
+        except InvalidRequestError as error:
+            return HttpResponse.text(str(error), status=HTTPStatus.BAD_REQUEST)
         except UnavailableError as error:
             return HttpResponse.text(str(error), status=HTTPStatus.SERVICE_UNAVAILABLE)
         except Exception as error:
@@ -184,13 +211,15 @@ class _Handler(BaseHTTPRequestHandler):
             known = str(error) if isinstance(error, ShoalError) else f"{type(error).__name__}; the log says more"
             return HttpResponse.text(f"{request.path} failed: {known}", status=HTTPStatus.INTERNAL_SERVER_ERROR)
 
-    def _admit(self, holder: Holder) -> None:
+    def _admitted(self, request: HttpRequest, tokens: TokenTable) -> Holder:
+        holder = tokens.holder_of(request.headers.get("authorization"))
         if self.only_job is not None:
             holder.check_job(self.only_job)
-        elif holder.job is not None:
+        elif holder.job is not None and request.path not in self.checking_paths:
             raise PermissionDeniedError(
                 f"this page shows all jobs, and the token is for job {holder.job!r} alone", reason="JOB_NOT_ALLOWED"
             )
+        return holder
 
     def log_message(self, format: str, *arguments: Any) -> None:
         logger.debug(format, *arguments)

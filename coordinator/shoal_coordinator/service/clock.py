@@ -4,7 +4,7 @@ A coordinator that was stopped (SIGSTOP, a paused machine, a laptop's lid) has r
 lease would be over when it wakes, although the members were well. So it does not count: the clock is read all the time, by the loops
 and by `tick`, and advances by no more than a moment from one reading to the next.
 
-Belongs to the event loop.
+Belongs to the event loop; other threads may read `last_read`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class Clock:
         self._read_ms = monotonic_ms()
         self._paused_ms = 0
         self._offset_ms = unix_ms - self._read_ms
+        self.last_read = Now(ms=self._read_ms, unix_ms=unix_ms)
+        """Both clocks as they were last read: a tenth of a second ago, if nothing was asked since."""
 
     def now(self) -> Now:
         """Both clocks."""
@@ -43,7 +45,8 @@ class Clock:
             if pause_ms >= _TOLD_FROM_MS:
                 logger.warning("this process stood still for %.1f s; no lease or deadline has run meanwhile", pause_ms / 1000)
         self._read_ms = read_ms
-        return Now(ms=read_ms - self._paused_ms, unix_ms=read_ms + self._offset_ms)
+        self.last_read = Now(ms=read_ms - self._paused_ms, unix_ms=read_ms + self._offset_ms)
+        return self.last_read
 
     def adjust(self, unix_ms: int) -> None:
         """Redis has just said what time it is."""

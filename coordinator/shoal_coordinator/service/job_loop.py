@@ -36,6 +36,7 @@ from shoal_coordinator.membership.events import (
     StreamBroken,
 )
 from shoal_coordinator.membership.leases import Leased
+from shoal_coordinator.membership.observation import ObservedJob
 from shoal_coordinator.membership.pulse import Pulse, Pulses, ServerPulse, attached, detached, expired
 from shoal_coordinator.membership.reasons import Refusal
 from shoal_coordinator.membership.spec import Policy
@@ -110,6 +111,11 @@ class JobLoop:
     def pulses(self) -> Pulses:
         """What heartbeats said. A live view."""
         return Pulses(members=self._members, servers=self._servers)
+
+    def observed(self) -> ObservedJob:
+        """The job as it is now. May be called on any thread."""
+        pulses = Pulses(members=self._members.copy(), servers=self._servers.copy())
+        return ObservedJob(state=self.state, pulses=pulses, now=self._clock.last_read)
 
     def submit(self, event: Event, done: Callable[[Outcome], None] | None = None) -> Submitted:
         """Queues an event. `done` is called with its outcome once that is on disk, before anything is announced."""

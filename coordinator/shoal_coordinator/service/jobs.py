@@ -13,6 +13,7 @@ from shoal_common.tasks import end_tasks
 
 from shoal_coordinator.membership.effects import Record
 from shoal_coordinator.membership.events import RunWanted
+from shoal_coordinator.membership.observation import ObservedJob
 from shoal_coordinator.membership.reasons import Refusal
 from shoal_coordinator.membership.runs import RunEnding, RunGranted
 from shoal_coordinator.membership.spec import Policy
@@ -65,6 +66,10 @@ class Jobs:
     def states(self) -> list[JobState]:
         """Returns the states of all jobs, by id. May be called on any thread."""
         return [loop.state for _, loop in sorted(self._loops.copy().items())]
+
+    def observed(self) -> list[ObservedJob]:
+        """Returns all jobs as they are now, by id. May be called on any thread."""
+        return [loop.observed() for _, loop in sorted(self._loops.copy().items())]
 
     async def create(self, wanted: RunWanted, *, timeout_s: float) -> tuple[bool, RunGranted]:
         """Creates the job, or finds it. Returns whether it was created, and which run the caller belongs to. Raises as `runs.run_wanted`;

@@ -287,7 +287,8 @@ def event_message(event: StoredEvent) -> pb.Event:
     )
 
 
-def _note(state: JobState, member: Member, pulse: Pulse | None, now_ms: int) -> str:
+def note_of(state: JobState, member: Member, pulse: Pulse | None, now_ms: int) -> str:
+    """What people should know of a member: it is not heard of, or holds the others back; empty: neither."""
     if pulse is not None and pulse.silent_ms(now_ms) > max(state.spec.unheard_ms, _SILENT_MS):
         return f"not heard of for {pulse.silent_ms(now_ms) // 1000} s"
     straggler = state.stragglers.get(member.member_id)
@@ -306,7 +307,7 @@ def _member_message(member: Member, rank: int, state: JobState, pulses: Pulses, 
         progress=_progress_message(pulse.progress if pulse is not None else Progress()),
         joined_unix_ms=member.joined_unix_ms,
         launcher_id=identity.launcher_id,
-        note=_note(state, member, pulse, now_ms),
+        note=note_of(state, member, pulse, now_ms),
     )
 
 

@@ -191,6 +191,12 @@ class JobStore:
             entries = await self._client.xrange(_events_key(job_id), min=f"({after}", count=count)
         return [_parse_event(event_id, fields) for event_id, fields in entries]
 
+    async def newest_events(self, job_id: str, *, count: int) -> list[StoredEvent]:
+        """The newest events, up to `count`, oldest first."""
+        async with _redis_errors():
+            entries = await self._client.xrevrange(_events_key(job_id), count=count)
+        return [_parse_event(event_id, fields) for event_id, fields in reversed(entries)]
+
     async def _send_commit(self, job_id: str, arguments: Sequence[str], *, durable: bool) -> list[Any]:
         keys = (_state_key(job_id), _events_key(job_id))
         async with _redis_errors(), self._client.pipeline(transaction=False) as pipeline:

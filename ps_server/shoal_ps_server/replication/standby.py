@@ -63,6 +63,7 @@ class Standby:
         self._directory = directory
         self._registry = CollectorRegistry()
         self._metrics = Metrics(self._registry)
+        self._metrics.watch_disk(directory.path)
         self._place: Place | None = None
         self._moved = asyncio.Event()
         """Set, and replaced, when the coordinator says something of the place."""

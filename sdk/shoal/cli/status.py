@@ -20,6 +20,7 @@ def status(
     By default the job of the newest cluster on this machine.
     """
     from rich.console import Console
+    from rich.text import Text
 
     from shoal.cli.target import target
     from shoal.cli.view import job_json, job_view
@@ -29,4 +30,7 @@ def status(
     if as_json:
         typer.echo(json.dumps(job_json(answer), indent=2))
     else:
-        Console().print(job_view(answer))
+        console = Console()
+        console.print(job_view(answer))
+        if found.page:
+            console.print(Text(f"in a browser: {found.page}", style="dim"), soft_wrap=True)

@@ -28,6 +28,8 @@ class Target:
 
     client: Client
     job_id: str
+    page: str = ""
+    """URL of the job's status page; empty: not known, as of a coordinator that was named."""
 
 
 @contextmanager
@@ -35,6 +37,7 @@ def target(coordinator: str | None, job: str | None) -> Iterator[Target]:
     """Connects. Raises UnknownResourceError with the remedy where there is no cluster or no one job to mean, UnavailableError where nobody
     answers; ShoalErrors of the channel. So does what the caller asks within."""
     settings: ChannelSettings | None
+    http = ""
     if coordinator:
         settings = channel_settings(coordinator)
         address = settings.address
@@ -43,12 +46,13 @@ def target(coordinator: str | None, job: str | None) -> Iterator[Target]:
         record = newest_cluster(job=job)
         if job is None:
             _tell_others(record)
-        job, address = record.job_id, record.coordinator
+        job, address, http = record.job_id, record.coordinator, record.http
         settings = None
         remedy = f"its launcher is pid {record.pid}; it may be ending, try again"
     with Client(settings) as client:
         try:
-            yield Target(client=client, job_id=job or _only_job(client, address))
+            job_id = job or _only_job(client, address)
+            yield Target(client=client, job_id=job_id, page=f"http://{http}/#job={job_id}" if http else "")
         except ShoalError as error:
             if error.reason not in _NOT_A_COORDINATORS:
                 raise

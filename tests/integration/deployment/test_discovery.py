@@ -33,11 +33,20 @@ def asked(address: str, query: str) -> list[dict[str, Any]]:
         raise
 
 
+def alerts(address: str) -> dict[str, tuple[str, str]]:
+    """Of each alert rule its health and its state."""
+    with urllib.request.urlopen(f"http://{address}/api/v1/rules", timeout=10) as answer:
+        groups = json.load(answer)["data"]["groups"]
+    return {rule["name"]: (rule["health"], rule["state"]) for group in groups for rule in group["rules"]}
+
+
 def configured(folder: Path, coordinator_http: str) -> Path:
     """The committed configuration, on this test's addresses, and quicker."""
     (folder / "viewer_token").write_text(TOKENS["viewer"])
     text = (ROOT / "docker/prometheus/prometheus.yml").read_text()
-    for container, here in (("coordinator:7080", coordinator_http), ("/run/secrets", str(folder)), ("5s", "500ms"), ("3s", "400ms")):
+    shutil.copy(ROOT / "docker/prometheus/alerts.yml", folder)
+    quicker = (("15s", "500ms"), ("5s", "500ms"), ("3s", "400ms"))
+    for container, here in (("coordinator:7080", coordinator_http), ("/run/secrets", str(folder)), *quicker):
         assert container in text
         text = text.replace(container, here)
     path = folder / "prometheus.yml"
@@ -76,3 +85,9 @@ def test_prometheus_finds_and_scrapes_what_the_coordinator_lists(processes: Any,
     found = processes.wait_for(lambda: asked(listening[1], "shoal_ps_coordinator_connected == 1"), "the server to be found and scraped")
     labels = found[0]["metric"]
     assert (labels["job_id"], labels["role"], labels["server_id"]) == ("digits", "server", "ps-1")
+
+    # The job has its server and no worker yet: that is told after ten minutes, and nothing is amiss.
+    processes.wait_for(lambda: {health for health, _ in alerts(listening[1]).values()} == {"ok"}, "all alerts to be evaluated")
+    told = alerts(listening[1])
+    assert {name for name, (_, state) in told.items() if state != "inactive"} == {"JobWaitsForWorkers"}
+    assert {state for _, state in told.values()} == {"inactive", "pending"}

@@ -1,21 +1,27 @@
-"""Prometheus's configuration and the dashboard's queries, judged by Prometheus itself; skipped where its programs are not installed."""
+"""Prometheus's configuration, the alert rules and the dashboards' queries, judged by Prometheus itself; skipped where its programs are not
+installed."""
 
 from __future__ import annotations
 
 import json
 import re
-import runpy
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from shoal_dashboards.boards import BOARDS
+from shoal_dashboards.panels import rendered
 
 ROOT = Path(__file__).resolve().parents[3]
-DASHBOARDS = runpy.run_path(str(ROOT / "docker/grafana/dashboards.py"))
-DASHBOARD = json.loads((ROOT / "docker/grafana/shoal.json").read_text())
-EXPRESSIONS = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", [])]
+ALERTS = ROOT / "docker/prometheus/alerts.yml"
+RULES = [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
+GENERATED = {path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "docker/grafana/generated").iterdir())}
+TARGETS = [target for dashboard in GENERATED.values() for panel in dashboard["panels"] for target in panel.get("targets", [])]
+MARKS = [mark["expr"] for dashboard in GENERATED.values() for mark in dashboard["annotations"]["list"]]
+EXPRESSIONS = [*(target["expr"] for target in TARGETS), *MARKS]
 
 
 @pytest.fixture
@@ -35,9 +41,25 @@ def test_prometheus_takes_the_configuration(promtool: str, tmp_path: Path) -> No
     text = (ROOT / "docker/prometheus/prometheus.yml").read_text()
     for secret in set(re.findall(r"/run/secrets/(\w+)", text)):
         (tmp_path / secret).write_text("token")
+    shutil.copy(ALERTS, tmp_path)
     configuration = tmp_path / "prometheus.yml"
     configuration.write_text(text.replace("/run/secrets", str(tmp_path)))
     check(promtool, "check", "config", str(configuration))
+
+
+def test_alerts_fire_when_they_should_and_else_do_not(promtool: str) -> None:
+    check(promtool, "test", "rules", str(ALERTS.with_name("alerts_test.yml")))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=[rule["alert"] for rule in RULES])
+def test_an_alert_has_a_test_and_a_paragraph_and_says_what_to_do(rule: dict[str, Any]) -> None:
+    name, labels, annotations = rule["alert"], rule["labels"], rule["annotations"]
+    cases = ALERTS.with_name("alerts_test.yml").read_text()
+    pattern = r"Job.*Workers" if re.fullmatch(r"Job.*Workers", name) else name
+    assert pattern in cases, "add a case to docker/prometheus/alerts_test.yml"
+    assert f"`{name}`" in (ROOT / "docs/observability.md").read_text(), "add a row to docs/observability.md"
+    assert labels["severity"] in ("page", "ticket")
+    assert all(annotations[each].endswith(".") for each in ("summary", "description"))
 
 
 def test_every_credential_is_sent_as_a_bearer_token() -> None:
@@ -48,9 +70,9 @@ def test_every_credential_is_sent_as_a_bearer_token() -> None:
         assert source["authorization"]["type"] == "Bearer", "without a type, Prometheus 2.42 sends the bare token"
 
 
-def test_every_query_of_the_dashboard_is_valid_promql(promtool: str, tmp_path: Path) -> None:
+def test_every_query_of_the_dashboards_is_valid_promql(promtool: str, tmp_path: Path) -> None:
     rules = [
-        {"record": f"panel:query:{index}", "expr": re.sub(r"\$__rate_interval", "1m", expression).replace("$job", "digits")}
+        {"record": f"panel:query:{index}", "expr": re.sub(r"\$__(rate_)?interval", "1m", expression).replace("$job", "digits")}
         for index, expression in enumerate(EXPRESSIONS)
     ]
     path = tmp_path / "queries.yml"
@@ -58,17 +80,31 @@ def test_every_query_of_the_dashboard_is_valid_promql(promtool: str, tmp_path: P
     check(promtool, "check", "rules", str(path))
 
 
-def test_the_committed_dashboard_is_what_the_code_makes() -> None:
-    assert (ROOT / "docker/grafana/shoal.json").read_text() == DASHBOARDS["rendered"](), "run make dashboards"
+def test_the_committed_dashboards_are_what_the_code_makes() -> None:
+    assert {board.uid for board in BOARDS} == GENERATED.keys(), "run make dashboards"
+    for board in BOARDS:
+        assert (ROOT / f"docker/grafana/generated/{board.uid}.json").read_text() == rendered(board), "run make dashboards"
+
+
+def test_dashboards_know_each_other_and_are_where_compose_mounts_them() -> None:
+    for dashboard in GENERATED.values():
+        assert dashboard["tags"] == ["shoal"]
+        assert dashboard["links"][0]["tags"] == ["shoal"]
+    grafana = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["grafana"]
+    assert "./docker/grafana/generated:/etc/grafana/dashboards:ro" in grafana["volumes"]
+    home = Path(grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
+    assert home == Path("/etc/grafana/dashboards/shoal.json")
+    assert home.stem in GENERATED
 
 
 def test_panels_have_titles_of_their_own_and_say_what_they_show() -> None:
-    graphs = [graph for _, graphs in DASHBOARDS["ROWS"] for graph in graphs]
-    assert len({graph.title for graph in graphs}) == len(graphs)
-    assert all(graph.text.endswith(".") for graph in graphs)
+    for board in BOARDS:
+        graphs = [graph for _, graphs in board.rows for graph in graphs]
+        assert len({graph.title for graph in graphs}) == len(graphs)
+        assert all(graph.text.endswith(".") for graph in (*graphs, board))
 
 
-def test_the_dashboard_reads_the_datasource_that_is_provisioned() -> None:
+def test_the_dashboards_read_the_datasource_that_is_provisioned() -> None:
     provisioned = yaml.safe_load((ROOT / "docker/grafana/datasource.yml").read_text())["datasources"]
-    used = {target["datasource"]["uid"] for panel in DASHBOARD["panels"] for target in panel.get("targets", [])}
+    used = {target["datasource"]["uid"] for target in TARGETS}
     assert used == {source["uid"] for source in provisioned}

@@ -447,6 +447,11 @@ class ServerProcess:
         assert self.process.poll() is None, self.log
         return str(json.loads(self._port_file.read_text())["grpc"])
 
+    @property
+    def http(self) -> str:
+        """Where it serves its metrics, once it serves."""
+        return str(json.loads(self._port_file.read_text())["http"])
+
     def client(self) -> ParameterServerClient:
         """Waits until it serves."""
         return ParameterServerClient(ChannelSettings(address=self.address(), deadline=timedelta(seconds=DEADLINE_S)))

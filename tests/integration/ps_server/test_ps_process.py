@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
@@ -16,6 +18,7 @@ from datetime import timedelta
 import numpy as np
 import pytest
 import shoal
+from prometheus_client.parser import text_string_to_metric_families
 from shoal_common.clients.parameter_server import ParameterServerClient
 from shoal_common.errors import (
     AuthenticationError,
@@ -37,6 +40,25 @@ from tests.integration.ps_server.conftest import shard_map
 
 def flags(cluster, *more: str) -> tuple[str, ...]:
     return ("--coordinator", cluster.address, "--job", "job", "--server-id", "server", *more)
+
+
+def test_metrics_tell_of_the_disk_and_of_the_bound_that_workers_keep(cluster, start, tmp_path) -> None:
+    process = start(*flags(cluster, "--data-dir", str(tmp_path / "data")))
+    client = process.client()
+    cluster.coordinator.registrations.get(timeout=30)
+    optimizer = pb.OptimizerSpec(name="sgd", hyperparameters={"lr": 0.1})
+    client.configure_optimizer("job", optimizer, pb.Consistency(mode=pb.Consistency.MODE_SSP, bound=7))
+
+    def told(name: str) -> float:
+        with urllib.request.urlopen(f"http://{process.http}/metrics", timeout=30) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+        return next(sample.value for family in families for sample in family.samples if sample.name == name)
+
+    usage = shutil.disk_usage(tmp_path)
+    assert told("shoal_ps_disk_bytes") == usage.total
+    assert 0 < told("shoal_ps_disk_free_bytes") <= usage.total
+    cluster.wait_until(lambda: told("shoal_ps_clock_bound") == 7, "a heartbeat, with which the gauges are set")
+    assert process.end() == 0
 
 
 def test_a_restarted_server_goes_on_where_it_was_stopped(cluster, start, tmp_path) -> None:

@@ -210,6 +210,8 @@ def test_metrics_tell_what_was_done(cluster, transport) -> None:
         "shoal_ps_sent_bytes_total 2400.0",
         "shoal_ps_staleness_count 3.0",
         "shoal_ps_coordinator_connected 1.0",
+        "shoal_ps_clock_bound +Inf",
+        "shoal_ps_disk_bytes 0.0",
         "shoal_ps_generation 1.0",
         "shoal_ps_members 2.0",
         f'shoal_ps_streams_total{{method="Push",transport="{transport}"}} 3.0',

@@ -108,19 +108,25 @@ class CheckpointSaver:
             def gone(shard: int) -> bool:
                 return given_up.is_set() or copy.is_gone(shard)
 
-            def complete() -> None:
-                if write_sharded(temporary, shards, info, gone=gone, fence=fence, keep=keep) is None:
+            def complete() -> bool:
+                written = write_sharded(temporary, shards, info, gone=gone, fence=fence, keep=keep) is not None
+                if not written:
                     self._given_up_last = what
+                return written
 
-            job: Callable[[], object] = complete if copy.first else (lambda: shards.write_aside(temporary))
-            self._writer.submit(job, what=what, timeout=DISK_PATIENCE)
+            def write_aside() -> bool:
+                shards.write_aside(temporary)
+                return True
+
+            self._submit(session, complete if copy.first else write_aside, what=what)
         elif copy.whole is not None and session.is_first:
             snapshot, rows = Snapshot.take(copy.whole), copy.rows()
 
-            def write() -> None:
+            def write() -> bool:
                 write_checkpoint(directory, snapshot, info, fence=fence, keep=keep, temporary=temporary, rows=rows)
+                return True
 
-            self._writer.submit(write, what=what, timeout=DISK_PATIENCE)
+            self._submit(session, write, what=what)
 
     def settle_together(self, channel: Channel) -> None:
         """Returns when no rank's save is under way: what was written can be read. Part of an operation."""
@@ -135,6 +141,19 @@ class CheckpointSaver:
     def close(self, timeout: timedelta) -> None:
         """Waits for the save under way. Raises what it raised, or DeadlineError."""
         self._writer.close(timeout)
+
+    def _submit(self, session: Session, job: Callable[[], bool], *, what: str) -> None:
+        """Has the writer do it, and counts what comes of it. `job` returns False if it gave up."""
+        metrics = session.metrics
+
+        def counted() -> None:
+            started, outcome = time.monotonic(), "failed"
+            try:
+                outcome = "written" if job() else "given_up"
+            finally:
+                metrics.checkpoint_ended(outcome, seconds=time.monotonic() - started)
+
+        self._writer.submit(counted, what=what, timeout=DISK_PATIENCE)
 
     def _leave(self, session: Session) -> None:
         failed: object = self._settle(DISK_PATIENCE)

@@ -89,6 +89,24 @@ class ProgressMeter:
         """Notes when this rank waits for its peers."""
         self.epoch = 0
         """The epoch of the loader in use; set by the session's owner."""
+        self.lost_steps = 0
+        """Steps that a fault made void here."""
+        self._followers: list[tuple[Callable[[], None], Callable[[int], None]]] = []
+
+    def follow(self, *, begun: Callable[[], None], committed: Callable[[int], None]) -> None:
+        """From now on the training thread calls `begun` when a step begins, and `committed` with the number of steps when one counts. The
+        mean loss of `train_step` is told after that."""
+        self._followers.append((begun, committed))
+
+    def begun(self) -> None:
+        """A step begins."""
+        for begun, _ in self._followers:
+            begun()
+
+    def lost(self) -> None:
+        """A step is void."""
+        self.lost_steps += 1
+        self._metrics.steps_lost.inc()
 
     def entered(self) -> None:
         """The training thread came to a border, a step or an operation: it is not stuck."""
@@ -124,6 +142,8 @@ class ProgressMeter:
             self._metrics.wait_seconds.inc(waited_s)
         self._metrics.steps_committed.inc()
         self._metrics.samples.inc(samples)
+        for _, committed in self._followers:
+            committed(steps)
         if loss is not None:
             self.loss.tell(loss)
 

@@ -133,6 +133,7 @@ class StepLifecycle:
         self._held.phase.resume()
         self._held.registered.step_begins()
         self._held.engine.step_begins()
+        self._progress.begun()
         return step
 
     def enter_epochs(self, source: StepSource) -> int:
@@ -387,7 +388,7 @@ class StepLifecycle:
         """The step is void, on this rank as on all."""
         held = self._held
         _log.warning("step %d is lost: %s", held.steps, step.lost)
-        self._metrics.steps_lost.inc()
+        self._progress.lost()
         self._void()
         held.go_back()
         held.lost()

@@ -16,8 +16,9 @@ class ToldLoss:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._value = math.nan
-        self._on_their_way: deque[tuple[torch.Tensor, torch.Event]] = deque()
+        self._told = 0
+        self._newest = (0, math.nan)
+        self._on_their_way: deque[tuple[int, torch.Tensor, torch.Event]] = deque()
         """Copies of those told since, on the host; each is there when its event has happened."""
 
     def tell(self, loss: float | torch.Tensor) -> None:
@@ -28,23 +29,37 @@ class ToldLoss:
             arrival = torch.Event(value.device)
             arrival.record()
             with self._lock:
-                self._on_their_way.append((copy, arrival))
+                self._told += 1
+                self._on_their_way.append((self._told, copy, arrival))
                 self._take()
             return
         with self._lock:
+            self._told += 1
             self._on_their_way.clear()
-            self._value = float(value)
+            self._newest = (self._told, float(value))
 
     @property
     def value(self) -> float:
         """The newest that is known; NaN: none is."""
+        return self.newest[1]
+
+    @property
+    def told(self) -> int:
+        """How many were told, those included that are on their way."""
+        with self._lock:
+            return self._told
+
+    @property
+    def newest(self) -> tuple[int, float]:
+        """The newest that is known, and which of all that were told it is, counted from 1; 0 and NaN: none is known."""
         with self._lock:
             self._take()
-            return self._value
+            return self._newest
 
     def _take(self) -> None:
-        while self._on_their_way and self._on_their_way[0][1].query():
-            self._value = float(self._on_their_way.popleft()[0])
+        while self._on_their_way and self._on_their_way[0][2].query():
+            ordinal, copy, _ = self._on_their_way.popleft()
+            self._newest = (ordinal, float(copy))
 
 
 def _one_number(loss: float | torch.Tensor) -> float | torch.Tensor:

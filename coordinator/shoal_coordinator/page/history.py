@@ -1,0 +1,103 @@
+"""How jobs have gone of late: loss, speed and ranks over time, for the status page.
+
+In memory only, and coarser the longer a run goes on: what is to be kept is Prometheus' business. Written on the event loop; other threads
+may read `points`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final, NoReturn
+
+from shoal_coordinator.membership.observation import ObservedJob
+from shoal_coordinator.membership.state import JobPhase, RunId
+
+logger = logging.getLogger(__name__)
+
+_INTERVAL_MS: Final = 1_000
+_MOST: Final = 600
+"""Points of a job. When there are as many, every second one is dropped, and half as many are taken from then on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """A job at one moment."""
+
+    unix_ms: int
+    step: int
+    loss: float
+    """The mean of what its ranks last told; NaN: none has."""
+    samples_per_s: float
+    """Of all ranks."""
+    ranks: int
+
+
+class History:
+    """The points of one run."""
+
+    def __init__(self, run: RunId) -> None:
+        self.run = run
+        self.points: list[Point] = []
+        """Oldest first; a new list each time. The last one is always the newest there was."""
+        self._interval_ms = _INTERVAL_MS
+
+    def add(self, point: Point) -> None:
+        """Takes a point in. It takes the newest one's place, unless that is far enough from the one before to stay."""
+        kept = self.points
+        if len(kept) >= 2 and kept[-1].unix_ms < kept[-2].unix_ms + self._interval_ms:
+            kept = kept[:-1]
+        if len(kept) >= _MOST:
+            kept = kept[::2]
+            self._interval_ms *= 2
+        self.points = [*kept, point]
+
+
+class Histories:
+    """Job id -> its newest run's history."""
+
+    def __init__(self, observed: Callable[[], Iterable[ObservedJob]]) -> None:
+        self._observed = observed
+        self._of: dict[str, History] = {}
+
+    def of(self, job_id: str, run: RunId) -> list[Point]:
+        """The points of that run; none: it has another, or nothing is known. May be called on any thread."""
+        history = self._of.get(job_id)
+        return history.points if history is not None and history.run == run else []
+
+    def look(self) -> None:
+        """Takes a point of each job that has not ended."""
+        jobs = {job.state.spec.job_id: job for job in self._observed()}
+        for job_id in self._of.keys() - jobs.keys():
+            del self._of[job_id]
+        for job_id, job in jobs.items():
+            history = self._of.get(job_id)
+            if history is None or history.run != job.state.run:
+                history = self._of[job_id] = History(job.state.run)
+            if job.state.phase is not JobPhase.FINISHED:
+                history.add(_point(job))
+
+    async def follow(self) -> NoReturn:
+        """Looks once a second, until cancelled."""
+        while True:
+            try:
+                self.look()
+            except Exception:  # what is shown must not end what is done
+                logger.exception("the status page's history lacks a moment")
+            await asyncio.sleep(_INTERVAL_MS / 1000)
+
+
+def _point(job: ObservedJob) -> Point:
+    ranks = () if job.state.generation is None or not job.trains else job.state.generation.ranks
+    told = [pulse.progress for rank in ranks if (pulse := job.pulses.members.get(rank.member_id)) is not None]
+    losses = [progress.loss for progress in told if progress.step and math.isfinite(progress.loss)]
+    return Point(
+        unix_ms=job.now.unix_ms,
+        step=job.newest_step,
+        loss=sum(losses) / len(losses) if losses else math.nan,
+        samples_per_s=sum(progress.samples_per_s for progress in told),
+        ranks=len(ranks),
+    )

@@ -1,0 +1,106 @@
+"""The paths of the status page on the coordinator's HTTP port.
+
+    /              the page: one file, with nothing of the cluster in it, so it asks for no token
+    /api/jobs      all jobs
+    /api/job       ?job=ID: one job, with the history of its newest run
+    /api/events    ?job=ID[&after=EVENT]: its newest events, or those after one
+
+All run on threads of the HTTP server. Events are in Redis, which the event loop speaks to: their route waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import re
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any, Final
+
+from shoal_common.errors import InvalidRequestError, UnavailableError
+from shoal_common.telemetry.http import HttpRequest, HttpResponse, Route
+
+from shoal_coordinator.membership.observation import ObservedJob
+from shoal_coordinator.membership.reasons import Refusal
+from shoal_coordinator.page.history import Histories
+from shoal_coordinator.page.values import events_values, job_summary, job_values, points_values
+from shoal_coordinator.service.checks import job_id
+from shoal_coordinator.service.jobs import Jobs
+from shoal_coordinator.service.requests import parse_event_id
+from shoal_coordinator.state.store import JobStore, StoredEvent
+
+PAGE: Final = "/"
+_MOST_EVENTS: Final = 500
+_OLDEST: Final = "0"
+"""What parse_event_id makes of no id."""
+
+
+class StatusPage:
+    """The page of one coordinator. Made on the event loop; its routes run on other threads."""
+
+    def __init__(self, jobs: Jobs, store: JobStore, *, timeout_s: float) -> None:
+        """`timeout_s`: how long Redis may take to tell of events."""
+        self.histories = Histories(jobs.observed)
+        self._jobs = jobs
+        self._store = store
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._page = _page()
+
+    @property
+    def routes(self) -> Mapping[str, Route]:
+        """Path -> what answers it. All but PAGE show what the cluster does."""
+        return {
+            PAGE: lambda request: self._page,
+            "/api/jobs": self._all_jobs,
+            "/api/job": self._job,
+            "/api/events": self._events,
+        }
+
+    def _all_jobs(self, request: HttpRequest) -> HttpResponse:
+        return HttpResponse.json({"jobs": [job_summary(job) for job in self._jobs.observed()]})
+
+    def _job(self, request: HttpRequest) -> HttpResponse:
+        job = self._asked_for(request)
+        points = self.histories.of(job.state.spec.job_id, job.state.run)
+        return HttpResponse.json({**job_values(job), "history": points_values(points)})
+
+    def _events(self, request: HttpRequest) -> HttpResponse:
+        asked = self._asked_for(request).state.spec.job_id
+        answer = asyncio.run_coroutine_threadsafe(self._found(asked, parse_event_id(request.query.get("after", ""))), self._loop)
+        try:
+            return HttpResponse.json({"events": events_values(answer.result(self._timeout_s))})
+        except TimeoutError:
+            answer.cancel()
+            raise UnavailableError(
+                f"waited {self._timeout_s:g} s for Redis to tell the events of job {asked}; ask again", reason=Refusal.STORAGE_UNAVAILABLE
+            ) from None
+
+    async def _found(self, asked: str, after: str) -> list[StoredEvent]:
+        if after == _OLDEST:
+            return await self._store.newest_events(asked, count=_MOST_EVENTS)
+        return await self._store.events(asked, after=after, count=_MOST_EVENTS)
+
+    def _asked_for(self, request: HttpRequest) -> ObservedJob:
+        asked = request.query.get("job")
+        if asked is None:
+            raise InvalidRequestError(f"{request.path} is about one job; expected its id, as in {request.path}?job=train")
+        return self._jobs.get(job_id(asked)).observed()
+
+
+def _page() -> HttpResponse:
+    text = resources.files("shoal_coordinator.page").joinpath("status.html").read_text(encoding="utf-8")
+    return HttpResponse(text.encode(), "text/html; charset=utf-8", headers={"Content-Security-Policy": _policy(text)})
+
+
+def _policy(text: str) -> str:
+    """Nothing but the page's own script and styles runs in it, and it speaks to its own server alone."""
+
+    def digest(element: str) -> Any:
+        found = re.search(rf"<{element}>(.*?)</{element}>", text, re.DOTALL)
+        assert found is not None, f"the page has one <{element}>"
+        return base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
+
+    own = f"script-src 'sha256-{digest('script')}'; style-src 'sha256-{digest('style')}'"
+    return f"default-src 'none'; {own}; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

@@ -1,0 +1,112 @@
+"""A headless Chromium for tests, spoken to through chromedriver by its own protocol (W3C WebDriver: JSON over HTTP), so without a package.
+
+Debian's packages chromium and chromium-driver have both; tests that use them are skipped where they are not installed.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shutil
+import subprocess
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tests.zygote.children import eventually
+
+MISSING = next(
+    (
+        f"{name} is not on PATH (Debian: packages chromium and chromium-driver)"
+        for name in ("chromium", "chromedriver")
+        if not shutil.which(name)
+    ),
+    None,
+)
+"""Why there is no browser; None: there is one."""
+
+_FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars")
+
+
+class Browser:
+    """One window; a context manager."""
+
+    def __init__(self, directory: Path, *, width: int = 1440, height: int = 1000, dark: bool = False) -> None:
+        """`directory`: for its profile and its log. `dark`: the system prefers dark colours."""
+        log = directory / "chromedriver.log"
+        with log.open("wb") as output:
+            self._driver = subprocess.Popen(["chromedriver", "--port=0"], stdout=output, stderr=subprocess.STDOUT)
+        try:
+            port = eventually(lambda: re.search(r"started successfully on port (\d+)", log.read_text()), "chromedriver to listen")[1]
+            self._address = f"http://127.0.0.1:{port}"
+            flags = [*_FLAGS, f"--window-size={width},{height}", f"--user-data-dir={directory / 'profile'}"]
+            flags += ["--force-dark-mode"] if dark else []
+            options = {"args": flags, "binary": shutil.which("chromium")}
+            asked = {"capabilities": {"alwaysMatch": {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}}}
+            self._session = f"/session/{self._call('POST', '/session', asked)['sessionId']}"
+        except BaseException:
+            self._end()
+            raise
+
+    def open(self, url: str) -> None:
+        """Goes to a page."""
+        self._call("POST", f"{self._session}/url", {"url": url})
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        """What a piece of JavaScript returns."""
+        return self._call("POST", f"{self._session}/execute/sync", {"script": script, "args": list(arguments)})
+
+    def texts(self, selector: str) -> list[str]:
+        """The texts of the visible elements that a CSS selector finds."""
+        found = "[...document.querySelectorAll(arguments[0])].filter(e => e.checkVisibility()).map(e => e.innerText.trim())"
+        return list(self.run(f"return {found}", selector))
+
+    def click(self, selector: str) -> None:
+        """Clicks an element, as a person would."""
+        self._call("POST", f"{self._session}/element/{self._find(selector)}/click", {})
+
+    def type(self, selector: str, text: str) -> None:
+        """Types into an element."""
+        self._call("POST", f"{self._session}/element/{self._find(selector)}/value", {"text": text})
+
+    def complaints(self) -> list[str]:
+        """What the console says since it was asked last: errors of the script, and what the page's policy forbids."""
+        entries = self._call("POST", f"{self._session}/se/log", {"type": "browser"})
+        return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
+
+    def photograph(self, path: Path, *, whole: bool = False) -> None:
+        """Writes a PNG of the window; `whole`: of all of the page."""
+        asked: dict[str, Any] = {"cmd": "Page.captureScreenshot", "params": {"captureBeyondViewport": whole}}
+        if whole:
+            width, height = self.run("const e = document.documentElement; return [e.clientWidth, e.scrollHeight]")
+            asked["params"] |= {"clip": {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}}
+        path.write_bytes(base64.b64decode(self._call("POST", f"{self._session}/goog/cdp/execute", asked)["data"]))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        try:
+            self._call("DELETE", self._session)
+        finally:
+            self._end()
+
+    def _find(self, selector: str) -> str:
+        found: dict[str, str] = self._call("POST", f"{self._session}/element", {"using": "css selector", "value": selector})
+        return next(iter(found.values()))
+
+    def _call(self, method: str, path: str, body: Any = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._address + path, data, {"Content-Type": "application/json"}, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return json.load(answer)["value"]
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{method} {path}: {error.read().decode()}") from error
+
+    def _end(self) -> None:
+        self._driver.terminate()
+        self._driver.wait(30)

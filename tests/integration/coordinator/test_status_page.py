@@ -1,0 +1,207 @@
+"""The status page's JSON, from a real coordinator, and who gets it; what a browser makes of it is in test_status_page_in_browser.py."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+from shoal_common.redis import EmbeddedRedis, connect
+from shoal_protos.v1 import coordinator_pb2 as pb
+
+from tests.integration.coordinator.harness import Coordinator, Job, Server, create_job, eventually
+from tests.zygote.children import Zygote
+
+MakeJob = Callable[..., Job]
+
+
+def answer(coordinator: Coordinator, path: str, *, token: str = "") -> tuple[int, str, dict[str, str]]:
+    """Status, text and headers."""
+    request = Request(f"http://{coordinator.ports['http']}{path}", headers={"Authorization": f"Bearer {token}"} if token else {})
+    try:
+        with urlopen(request, timeout=60) as page:
+            return page.status, page.read().decode(), dict(page.headers)
+    except HTTPError as error:
+        return error.code, error.read().decode(), dict(error.headers)
+
+
+def told(coordinator: Coordinator, path: str, *, token: str = "") -> Any:
+    """The JSON of a path. Browsers read no NaN."""
+    status, text, headers = answer(coordinator, path, token=token)
+    assert status == HTTPStatus.OK, text
+    assert headers["Content-Type"] == "application/json"
+    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def of(coordinator: Coordinator, job: Job) -> Any:
+    return told(coordinator, f"/api/job?job={job.job_id}")
+
+
+def test_a_job_is_told_with_its_ranks_and_how_far_each_is(make_job: MakeJob, shared_coordinator: Coordinator) -> None:
+    job = make_job(together=2, smallest=2)
+    a, b = job.form("a", "b", host="h7", pid=41)
+    a.beat(1, sequence=1, step=9, loss=0.5, samples_per_s=100, step_time_s=0.1, busy_time_s=0.05)
+    b.beat(1, sequence=1, step=7, loss=math.nan, samples_per_s=50)
+    seen = eventually(lambda: (now := of(shared_coordinator, job))["members"][1]["step"] == 7 and now["newest_step"] == 9 and now, "beats")
+    assert (seen["phase"], seen["run"], seen["generation"], seen["world_size"]) == ("running", 1, 1, 2)
+    assert (seen["min_workers"], seen["max_workers"], seen["members_total"], seen["waits_for"]) == (2, 2, 2, "")
+    first, second = seen["members"]
+    assert (first["rank"], first["member_id"], first["host"], first["pid"], first["phase"]) == (0, "a", "h7", 41, "ranked")
+    assert (first["loss"], first["steps_behind"], first["samples_per_s"]) == (0.5, 0, 100)
+    assert (second["loss"], second["steps_behind"]) == (None, 2)
+    listed = {each["job_id"]: each for each in told(shared_coordinator, "/api/jobs")["jobs"]}[job.job_id]
+    assert (listed["world_size"], listed["newest_step"], listed["phase"]) == (2, 9, "running")
+    history = eventually(lambda: [p for p in of(shared_coordinator, job)["history"] if p[1] == 9], "a point of the history")
+    assert history[-1][1:] == [9, 0.5, 150, 2]
+
+
+def test_events_are_told_from_the_newest_ones_on(make_job: MakeJob, shared_coordinator: Coordinator) -> None:
+    job = make_job(together=2)
+    a, b = job.form("a", "b")
+    path = f"/api/events?job={job.job_id}"
+    before = told(shared_coordinator, path)["events"]
+    assert [event["kind"] for event in before] == [event.kind for event in job.events()]
+    assert before[-1]["attributes"]["world_size"] == "2"
+    b.kill()
+    a.generation(lambda g: g.number == 2)
+    after = told(shared_coordinator, f"{path}&after={before[-1]['event_id']}")["events"]
+    assert [event["kind"] for event in after] == ["member_lost", "generation_formed"]
+    assert (after[0]["member_id"], after[0]["run"]) == ("b", 1)
+    assert told(shared_coordinator, f"{path}&after={after[-1]['event_id']}")["events"] == []
+
+
+def test_parameter_servers_are_told_with_what_they_hold(
+    make_job: MakeJob, make_server: Callable[..., Server], shared_coordinator: Coordinator
+) -> None:
+    job = make_job(parameter_servers=2, parameter_server_backups=1)
+    server = make_server(job, "s0")
+    server.told("welcome")
+    server.beat()
+    seen = eventually(lambda: (now := of(shared_coordinator, job))["servers"][0]["stored_bytes"] == 8 and now, "the server's heartbeat")
+    assert seen["servers"] == [
+        {
+            "server_index": 0,
+            "role": "primary",
+            "in_sync": False,
+            "server_id": "s0",
+            "address": "s0:7000",
+            "alive": True,
+            "draining": False,
+            "partitions": 0,
+            "value_bytes": 0,
+            "stored_bytes": 8,
+        }
+    ]
+    assert (seen["unserved_places"], seen["unprotected_places"]) == (1, 1)
+
+
+def test_of_a_large_job_those_of_whom_there_is_something_to_say_are_listed_first(
+    make_job: MakeJob, shared_coordinator: Coordinator
+) -> None:
+    from shoal_coordinator.page.values import MOST_MEMBERS
+
+    size = MOST_MEMBERS + 4
+    job = make_job(together=size, largest=size)
+    members = [job.join(f"m{number:03}", index=number) for number in range(size)]
+    for member in members:
+        member.welcome()
+        member.ready()
+    members[0].generation()
+    for member in members[:-1]:
+        member.beat(1, sequence=1, step=1, waiting_s=11, waiting_in="all_reduce")
+    seen = eventually(lambda: (now := of(shared_coordinator, job))["waits_for"] and now, "the step to stand")
+    assert (seen["members_total"], len(seen["members"])) == (size, MOST_MEMBERS)
+    assert [member["rank"] for member in seen["members"]] == sorted(member["rank"] for member in seen["members"])
+    assert re.search(rf"rank {size - 1} \(h1\)", seen["waits_for"])
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "says"),
+    [
+        ("/api/job", HTTPStatus.BAD_REQUEST, "expected its id, as in /api/job?job=train"),
+        ("/api/job?job=no/job", HTTPStatus.BAD_REQUEST, "job_id='no/job'"),
+        ("/api/job?job=nobody-knows", HTTPStatus.NOT_FOUND, "there is no job 'nobody-knows'"),
+        ("/api/events?job=nobody-knows", HTTPStatus.NOT_FOUND, "there is no job 'nobody-knows'"),
+        ("/api/none", HTTPStatus.NOT_FOUND, "/api/events, /api/job, /api/jobs"),
+    ],
+)
+def test_what_cannot_be_told_is_refused(shared_coordinator: Coordinator, path: str, status: int, says: str) -> None:
+    found, text, _ = answer(shared_coordinator, path)
+    assert (found, says in text) == (status, True), text
+
+
+def test_an_event_id_that_cannot_be_is_refused(make_job: MakeJob, shared_coordinator: Coordinator) -> None:
+    status, text, _ = answer(shared_coordinator, f"/api/events?job={make_job().job_id}&after=yesterday")
+    assert (status, "yesterday" in text) == (HTTPStatus.BAD_REQUEST, True), text
+
+
+def test_while_redis_is_away_jobs_are_told_and_events_are_not(
+    own_redis: EmbeddedRedis, make_coordinator: Callable[..., Coordinator]
+) -> None:
+    coordinator = make_coordinator("--redis", own_redis.url, "--request-timeout", "500ms")
+    with coordinator.client() as client, connect(own_redis.url) as redis:
+        job = create_job(coordinator, client, together=1)
+        job.form("a")
+        process = redis.info("server")["process_id"]
+        os.kill(process, signal.SIGSTOP)
+        try:
+            assert of(coordinator, job)["world_size"] == 1
+            status, text, _ = answer(coordinator, f"/api/events?job={job.job_id}")
+            assert (status, "Redis" in text) == (HTTPStatus.SERVICE_UNAVAILABLE, True), text
+        finally:
+            os.kill(process, signal.SIGCONT)
+        assert told(coordinator, f"/api/events?job={job.job_id}")["events"]
+        job.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------- who may see it
+
+
+@pytest.fixture(scope="module")
+def guarded(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
+    """A coordinator that asks for tokens."""
+    directory = tmp_path_factory.mktemp("guarded")
+    (directory / "tokens").write_text("admin: a-token\nviewer: v-token\nworker: w-token\n")
+    coordinator = Coordinator(zygote, directory, "--tokens", str(directory / "tokens")).start()
+    yield coordinator
+    coordinator.close()
+
+
+@pytest.mark.parametrize("path", ["/api/jobs", "/api/job?job=train", "/api/events?job=train"])
+def test_what_the_cluster_does_is_told_to_holders_of_a_token_as_metrics_are(guarded: Coordinator, path: str) -> None:
+    with guarded.client(token="a-token") as client:
+        client.create_job(pb.JobSpec(job_id="train", min_workers=1, max_workers=1))
+    for token in ("", "another"):
+        for each in (path, "/metrics"):
+            status, text, headers = answer(guarded, each, token=token)
+            assert (status, headers["WWW-Authenticate"]) == (HTTPStatus.UNAUTHORIZED, "Bearer")
+            assert "train" not in text
+    for token in ("v-token", "w-token", "a-token"):
+        assert "train" in json.dumps(told(guarded, path, token=token)) or "job_created" in json.dumps(told(guarded, path, token=token))
+
+
+def test_the_page_itself_has_nothing_of_the_cluster_and_asks_for_no_token(guarded: Coordinator) -> None:
+    status, text, headers = answer(guarded, "/")
+    assert (status, headers["Content-Type"]) == (HTTPStatus.OK, "text/html; charset=utf-8")
+    assert text == (Path(__file__).resolve().parents[3] / "coordinator/shoal_coordinator/page/status.html").read_text()
+
+
+def test_the_page_needs_no_other_host_and_runs_nothing_but_its_own(shared_coordinator: Coordinator) -> None:
+    _, text, headers = answer(shared_coordinator, "/")
+    addresses = set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\s\"'`]*", text))
+    assert addresses == {"http://www.w3.org/2000/svg"}, "a name space, which nobody fetches"
+    assert "innerHTML" not in text
+    policy = headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert "connect-src 'self'" in policy
+    assert "unsafe" not in policy
+    assert (headers["Cache-Control"], headers["X-Content-Type-Options"]) == ("no-store", "nosniff")

@@ -1,0 +1,28 @@
+"""A script whose run is written for TensorBoard into TRACKED, every step of it; the loss of step n is n."""
+
+import os
+import time
+from pathlib import Path
+
+import shoal
+import torch
+from torch import nn
+
+torch.set_num_threads(1)
+shoal.init()
+torch.manual_seed(0)
+net = nn.Linear(3, 1)
+model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 1e-3))
+dataset = torch.utils.data.TensorDataset(torch.ones(60, 3))
+loader = shoal.ElasticDataLoader(dataset, global_batch_size=6)
+shoal.track(shoal.TensorBoard(os.environ["TRACKED"]), every_steps=1)
+shoal.resume(os.environ["CHECKPOINTS"])
+for _ in loader.epochs(2):
+    for (x,) in loader:
+        model(x).square().mean().backward()
+        if optimizer.step():
+            shoal.report(loss=float(loader.global_step))
+            shoal.save_checkpoint(os.environ["CHECKPOINTS"], every_steps=4)
+        optimizer.zero_grad()
+        while loader.global_step == 5 and not Path(os.environ["CHECKPOINTS"], "step-4").exists():
+            time.sleep(0.01)  # it is written beside the training, and some tests kill that soon

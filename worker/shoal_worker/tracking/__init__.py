@@ -1,0 +1,1 @@
+"""A run's course in tools that people compare runs with: `shoal.track(shoal.TensorBoard("runs/digits"))`."""

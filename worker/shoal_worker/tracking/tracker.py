@@ -1,0 +1,159 @@
+"""Tells sinks how a run goes, from one rank at a time, each step once.
+
+Every rank follows the run; the first one writes. When ranks are dealt anew another may be the first: it opens the sinks, goes on with the
+next step, and the one before closes its own. Where steps are done again (a resume, a return to a checkpoint) sinks are opened anew at the
+first of them, and what they had of it and of later ones is void. Of a rank that is killed, what it has not flushed is missing.
+
+All is on the training thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+from shoal_common.errors import ConfigurationError
+
+from shoal_worker.elastic.session import Session
+
+_log = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """Where the course of a run is written. Opened by the rank that writes, as often as that changes."""
+
+    def open(self, *, step: int) -> None:
+        """What is there of this step and of later ones is void."""
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Numbers of one step."""
+
+    def event(self, step: int, text: str) -> None:
+        """Something that happened behind one step, for people."""
+
+    def flush(self) -> None:
+        """What was written is there for others."""
+
+    def close(self) -> None:
+        """Flushes. May be opened again."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What has a point where it changes."""
+
+    generation: int
+    world_size: int
+    lost_steps: int
+
+    @classmethod
+    def of(cls, session: Session) -> Self:
+        """As it is now."""
+        return cls(session.generation, session.world_size, session.progress.lost_steps)
+
+
+class Tracker:
+    """Follows one session for as long as it lasts."""
+
+    def __init__(self, session: Session, sinks: Sequence[Sink], *, every_steps: int) -> None:
+        """Raises ConfigurationError for `every_steps` below 1."""
+        if every_steps < 1:
+            raise ConfigurationError(f"shoal.track(every_steps={every_steps}): expected 1 or more")
+        self._session = session
+        self._sinks = tuple(sinks)
+        self._every = every_steps
+        self._open = False
+        self._written = 0
+        """The newest step that has points, while the sinks are open."""
+        self._committed: int | None = None
+        """The step that this rank committed last, if it was the first rank then: losses told until the next one begins are of it."""
+        self._loss_due: tuple[int, int] | None = None
+        """Ordinal of the loss that is to be written, and the step that it is of."""
+        self._told = session.progress.loss.told
+        self._before = Standing.of(session)
+        session.progress.follow(begun=self._begun, committed=self._step_committed)
+        session.on_close(self._close)
+
+    def _begun(self) -> None:
+        """A step begins: what was told of the loss since the last one was committed is that one's."""
+        self._take_loss(self._committed)
+        self._write_loss()
+        self._committed = None
+
+    def _step_committed(self, step: int) -> None:
+        self._take_loss(step)  # told in the step itself
+        now, before = Standing.of(self._session), self._before
+        self._before = now
+        if not self._session.is_first:
+            self._close()
+            return
+        last, self._committed = self._written, step
+        due = step // self._every != (step - 1) // self._every
+        if not due and now == before:
+            return
+        if not self._open or step <= last:
+            self._reopen(step)
+        self._written = step
+        rate = self._session.progress.snapshot().samples_per_s
+        values = {
+            "shoal/samples_per_s_per_rank": rate,
+            "shoal/world_size": float(now.world_size),
+            "shoal/generation": float(now.generation),
+            "shoal/lost_steps": float(now.lost_steps),
+        }
+        self._each(lambda sink: sink.scalars(step, values))
+        happened = "; ".join(_changes(before, now))
+        if happened:
+            self._each(lambda sink: sink.event(step, happened))
+        self._write_loss()
+        self._each(lambda sink: sink.flush())
+
+    def _take_loss(self, step: int | None) -> None:
+        told, before = self._session.progress.loss.told, self._told
+        self._told = told
+        if told != before and step is not None and step // self._every != (step - 1) // self._every:
+            self._loss_due = (told, step)
+
+    def _write_loss(self) -> None:
+        """The loss that is due, once it is known: one on a device may be on its way for a while."""
+        if self._loss_due is None or not self._open:
+            return
+        (ordinal, step), (known, value) = self._loss_due, self._session.progress.loss.newest
+        if known < ordinal:
+            return
+        self._loss_due = None
+        if known == ordinal and step == self._written:
+            self._each(lambda sink: sink.scalars(step, {"shoal/loss": value}))
+
+    def _reopen(self, step: int) -> None:
+        self._close()
+        self._open = True
+        self._each(lambda sink: sink.open(step=step))
+
+    def _close(self) -> None:
+        if not self._open:
+            return
+        self._take_loss(self._committed)
+        self._write_loss()
+        self._open, self._loss_due = False, None
+        self._each(lambda sink: sink.close())
+
+    def _each(self, call: Callable[[Sink], None]) -> None:
+        """Training does not stop for one that fails: that one is given up, on this rank."""
+        for sink in self._sinks:
+            try:
+                call(sink)
+            except Exception as error:
+                _log.error("%s cannot be written to, and is given up: %s: %s", type(sink).__name__, type(error).__name__, error)
+                self._sinks = tuple(other for other in self._sinks if other is not sink)
+
+
+def _changes(before: Standing, now: Standing) -> list[str]:
+    told = []
+    if now.lost_steps > before.lost_steps:
+        told.append(f"a fault made {now.lost_steps - before.lost_steps} step(s) void; they were done again")
+    if now.generation != before.generation:
+        told.append(f"generation {now.generation}: {now.world_size} ranks, {before.world_size} before")
+    return told

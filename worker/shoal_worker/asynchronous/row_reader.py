@@ -41,6 +41,13 @@ _PASSING: Final = frozenset({"STALE_SHARD_MAP", "SHARD_MAP_INCOMPLETE", "PARTITI
 AnswerT = TypeVar("AnswerT")
 
 
+def _passes(error: ShoalError) -> bool:
+    """Whether the same call may succeed later: not where a file of a checkpoint is damaged, of which no other copy will come."""
+    if isinstance(error, CorruptDataError):
+        return error.reason != "FILE_CORRUPT"
+    return isinstance(error, UnavailableError | DeadlineError) or error.reason in _PASSING
+
+
 class RowReader:
     """Reads rows of this job's tables from its servers, wherever these are. Any thread may call."""
 
@@ -79,7 +86,7 @@ class RowReader:
             except ShoalError as error:
                 if self._closed.is_set():
                     raise UnavailableError("the sparse tables' servers were left with the job", reason="CLIENT_CLOSED") from error
-                if not isinstance(error, UnavailableError | DeadlineError | CorruptDataError) and error.reason not in _PASSING:
+                if not _passes(error):
                     raise
                 now = time.monotonic()
                 away_since = now if away_since is None else away_since

@@ -1,0 +1,49 @@
+"""What reading and restoring rows repeats: what passes by itself, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+from shoal_common.errors import CorruptDataError, InvalidRequestError, ShoalError, UnavailableError
+from shoal_protos.v1 import coordinator_pb2 as pb
+from shoal_worker.asynchronous.job import Job
+from shoal_worker.asynchronous.row_reader import RowReader
+
+
+@pytest.fixture
+def reader() -> Iterator[RowReader]:
+    job = cast(Job, SimpleNamespace(leaving=False, shard_map=lambda: None))
+    reader = RowReader(job, pb.ShardMap(), patience=timedelta(minutes=10))
+    yield reader
+    reader.close()
+
+
+@pytest.mark.parametrize("error", [UnavailableError("away"), CorruptDataError("on the way", reason="CHECKSUM_MISMATCH")])
+def test_what_passes_is_repeated(reader: RowReader, error: ShoalError) -> None:
+    outcomes = [error, error, None]
+
+    def attempt() -> str:
+        if (outcome := outcomes.pop(0)) is not None:
+            raise outcome
+        return "done"
+
+    assert reader.insist(attempt) == "done"
+
+
+@pytest.mark.parametrize(
+    "error", [CorruptDataError("a damaged file", reason="FILE_CORRUPT"), InvalidRequestError("rows", reason="ROWS_INVALID")]
+)
+def test_what_no_repetition_cures_is_raised_at_once(reader: RowReader, error: ShoalError) -> None:
+    attempts: list[int] = []
+
+    def attempt() -> None:
+        attempts.append(1)
+        raise error
+
+    with pytest.raises(type(error)):
+        reader.insist(attempt)
+    assert len(attempts) == 1

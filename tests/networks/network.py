@@ -19,6 +19,7 @@ from typing import Any, Final
 import pytest
 from shoal_common.processes import tied_to_parent
 from shoal_common.redis.embedded import find_server_binary
+from shoal_common.settings import Address
 from shoal_worker.data.record import audit
 
 from benchmarks.machines import Machines
@@ -101,7 +102,7 @@ class Network:
         ports = self.directory / "ports.json"
         ports.unlink(missing_ok=True)
         own = ["--listen", self.endpoint, "--insecure", "--port-file", str(ports)]
-        state = ["--redis", f"redis://{self.machines.address(REDIS)}:{_REDIS_PORT}"]
+        state = ["--redis", f"redis://{Address(self.machines.address(REDIS), _REDIS_PORT)}"]
         coordinator = self._start(COORDINATOR, "coordinator", [sys.executable, "-m", "shoal_coordinator", *own, *state])
         self._services[COORDINATOR] = coordinator
         self.eventually(lambda: ports.exists() or coordinator.process.poll() is not None, "the coordinator")
@@ -141,7 +142,7 @@ class Network:
 
     @property
     def endpoint(self) -> str:
-        return f"{self.machines.address(COORDINATOR)}:{_PORT}"
+        return str(Address(self.machines.address(COORDINATOR), _PORT))
 
     @property
     def coordinator(self) -> Process:

@@ -39,6 +39,9 @@ _TIMEOUT_S: Final = 20
 # A machine knows its own name, as on a network: `unshare` is of the package that `mount` is of. Each program here execs the next.
 _NAMED: Final = ("unshare", "--uts", "--", "sh", "-c", 'echo "$0" > /proc/sys/kernel/hostname; exec "$@"')
 
+_KNOWING: Final = ("sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"')
+"""`ip netns exec` gives each program a mount namespace of its own."""
+
 
 def hindrance() -> str | None:
     """Why no namespaces can be made here; None: they can."""
@@ -63,6 +66,7 @@ class Machines:
         self._names = names
         self._ipv6 = ipv6
         self._namespaces: list[str] = []
+        self._hosts: dict[str, Path] = {}
 
     def __enter__(self) -> Self:
         """Raises MeasurementError where namespaces cannot be made."""
@@ -104,7 +108,12 @@ class Machines:
 
     def on(self, machine: str, command: Sequence[str]) -> list[str]:
         """The command line that runs `command` there. It is one process throughout."""
-        return ["ip", "netns", "exec", self._namespace(machine), *_NAMED, machine, *command]
+        known = (*_KNOWING, str(self._hosts[machine])) if machine in self._hosts else ()
+        return ["ip", "netns", "exec", self._namespace(machine), *known, *_NAMED, machine, *command]
+
+    def know_hosts(self, machine: str, hosts: Path) -> None:
+        """The file is /etc/hosts to all that is started there from now on."""
+        self._hosts[machine] = hosts
 
     def namespace(self, machine: str) -> Path:
         """The file that stands for its network, for programs other than `ip`."""

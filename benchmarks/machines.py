@@ -25,7 +25,9 @@ from typing import Final, Self
 from benchmarks.errors import MeasurementError
 
 INTERFACE: Final = "eth0"
-"""Name of the one network interface that each machine has."""
+"""Name of the network interface that each machine has."""
+SECOND_INTERFACE: Final = "eth1"
+"""Name of that of machines with a second network."""
 _PREFIX: Final = "shoalnet"
 _NAME: Final = re.compile(_PREFIX + r"-(\d+)-[\w.-]+")
 _SWITCH: Final = " switch"
@@ -36,6 +38,9 @@ _QUEUE: Final = "50ms"
 _TIMEOUT_S: Final = 20
 # A machine knows its own name, as on a network: `unshare` is of the package that `mount` is of. Each program here execs the next.
 _NAMED: Final = ("unshare", "--uts", "--", "sh", "-c", 'echo "$0" > /proc/sys/kernel/hostname; exec "$@"')
+
+_KNOWING: Final = ("sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"')
+"""`ip netns exec` gives each program a mount namespace of its own."""
 
 
 def hindrance() -> str | None:
@@ -56,10 +61,12 @@ def hindrance() -> str | None:
 class Machines:
     """So many machines at one switch. Use as a context manager."""
 
-    def __init__(self, *names: str) -> None:
-        """A machine for each name."""
+    def __init__(self, *names: str, ipv6: bool = False) -> None:
+        """A machine for each name. `ipv6`: their addresses are of IPv6, and they have no others."""
         self._names = names
+        self._ipv6 = ipv6
         self._namespaces: list[str] = []
+        self._hosts: dict[str, Path] = {}
 
     def __enter__(self) -> Self:
         """Raises MeasurementError where namespaces cannot be made."""
@@ -77,11 +84,36 @@ class Machines:
 
     def address(self, machine: str) -> str:
         """Where the others reach it."""
-        return f"10.77.0.{self._number(machine)}"
+        return f"fd77::{self._number(machine):x}" if self._ipv6 else f"10.77.0.{self._number(machine)}"
+
+    def second_address(self, machine: str) -> str:
+        """Where others of its second network reach it (`connect`)."""
+        return f"10.78.0.{self._number(machine)}"
+
+    def connect(self, *machines: str) -> None:
+        """Gives these machines a second network, of their own, at the interface `SECOND_INTERFACE`."""
+        switch = self._namespace(_SWITCH)
+        _ip("-n", switch, "link", "add", "br1", "type", "bridge")
+        _ip("-n", switch, "link", "set", "br1", "up")
+        for machine in machines:
+            own, port = self._namespace(machine), f"second{self._number(machine)}"
+            _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", SECOND_INTERFACE, "netns", own)
+            _ip("-n", switch, "link", "set", port, "master", "br1", "up")
+            _ip("-n", own, "address", "add", f"{self.second_address(machine)}/24", "dev", SECOND_INTERFACE)
+            _ip("-n", own, "link", "set", SECOND_INTERFACE, "up")
+
+    def configure(self, machine: str, *command: str) -> None:
+        """Runs a program there that changes its network, such as `ip route`. Raises MeasurementError where it fails."""
+        _ip("netns", "exec", self._namespace(machine), *command)
 
     def on(self, machine: str, command: Sequence[str]) -> list[str]:
         """The command line that runs `command` there. It is one process throughout."""
-        return ["ip", "netns", "exec", self._namespace(machine), *_NAMED, machine, *command]
+        known = (*_KNOWING, str(self._hosts[machine])) if machine in self._hosts else ()
+        return ["ip", "netns", "exec", self._namespace(machine), *known, *_NAMED, machine, *command]
+
+    def know_hosts(self, machine: str, hosts: Path) -> None:
+        """The file is /etc/hosts to all that is started there from now on."""
+        self._hosts[machine] = hosts
 
     def namespace(self, machine: str) -> Path:
         """The file that stands for its network, for programs other than `ip`."""
@@ -141,7 +173,8 @@ class Machines:
             peer = ("peer", "name", INTERFACE, "address", self._station(machine), "netns", own)
             _ip("-n", switch, "link", "add", port, "type", "veth", *peer)
             _ip("-n", switch, "link", "set", port, "master", "br0", "up")
-            _ip("-n", own, "address", "add", f"{self.address(machine)}/24", "dev", INTERFACE)
+            length = ("64", "nodad") if self._ipv6 else ("24",)
+            _ip("-n", own, "address", "add", f"{self.address(machine)}/{length[0]}", *length[1:], "dev", INTERFACE)
             _ip("-n", own, "link", "set", INTERFACE, "up")
         for sender in self._names:
             for receiver in self._names:

@@ -12,6 +12,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, StringConstraints, model_validator
 from pydantic_settings import SettingsConfigDict
+from shoal_common import own_address
 from shoal_common.credentials import CallerSettings, RefusedToken, ServiceSettings, add_service_flags
 from shoal_common.settings import Address, AddressField, Duration
 
@@ -55,7 +56,11 @@ class PsServerSettings(ServiceSettings, CallerSettings):
     """host:port of /metrics and /healthz."""
 
     advertise: str | None = None
-    """The host under which workers reach this server; None: the one it listens on, or this machine's name if that is all of them."""
+    """The host under which workers reach this server, or the interface; None: the one it listens on. Where that is all of them:
+    `local_addr`, else this machine's name, or the address of the route to the coordinator if the name is none that others could use."""
+
+    local_addr: str | None = Field(default=None, validation_alias="SHOAL_LOCAL_ADDR")
+    """Where others reach this machine, by the variable that holds for all of its processes: an address, an interface or a host name."""
 
     data_dir: Path | None = None
     """Directory of the journal and the snapshot, read at the start; None: what the server holds ends with its process."""
@@ -94,13 +99,22 @@ class PsServerSettings(ServiceSettings, CallerSettings):
 
     def advertised(self, port: int) -> str:
         """host:port for workers, given the port that was bound."""
-        host = self.advertise or (socket.gethostname() if self.listen.host in ("0.0.0.0", "::") else self.listen.host)  # noqa: S104
-        return str(Address(host, port))
+        return str(Address(self._host_of(self.listen), port))
 
     def advertised_http(self, port: int) -> str:
         """host:port for Prometheus."""
-        host = self.advertise or (socket.gethostname() if self.http.host in ("0.0.0.0", "::") else self.http.host)  # noqa: S104
-        return str(Address(host, port))
+        return str(Address(self._host_of(self.http), port))
+
+    def _host_of(self, listened: Address) -> str:
+        """Raises ConfigurationError for an interface or a `local_addr` that this machine does not have."""
+        if self.advertise is not None:
+            return own_address.of_interface(self.advertise) or self.advertise
+        if not own_address.is_unspecified(listened.host):
+            return listened.host
+        towards = (self.coordinator.host, self.coordinator.port)
+        if self.local_addr:
+            return own_address.OwnAddress.find(self.local_addr, listened.host, towards=towards).told
+        return own_address.name_for_others() or own_address.route_towards(*towards) or socket.gethostname()
 
 
 def parse_command_line(arguments: Sequence[str] | None = None) -> PsServerSettings:
@@ -117,7 +131,7 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> PsServerSettin
         ("--listen", "HOST:PORT", "address of the gRPC service (default: 127.0.0.1:0, a free port)"),
         ("--bulk-port", "PORT", "TCP port of the bulk channel, on --listen's host (default: 0, a free port)"),
         ("--http", "HOST:PORT", "address of /metrics and /healthz (default: 127.0.0.1:0)"),
-        ("--advertise", "HOST", "the host under which workers reach this server"),
+        ("--advertise", "HOST|INTERFACE", "the host under which workers reach this server"),
         ("--data-dir", "DIR", "where the journal and the snapshot are kept; read at the start (default: neither)"),
         (
             "--fsync",

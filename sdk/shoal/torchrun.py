@@ -23,6 +23,7 @@ from typing import Final
 
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import DeadlineError, ShoalError, UnavailableError
+from shoal_common.own_address import OwnAddress
 from shoal_common.process_secrets import take_secrets
 from shoal_common.settings import Address, parse_address
 from shoal_protos.v1 import coordinator_pb2 as pb
@@ -41,7 +42,6 @@ from shoal.launcher.credentials import member_channel
 from shoal.launcher.environment import NodePlacement
 from shoal.launcher.jobs import JobSettings
 from shoal.launcher.node_session import NodeSession
-from shoal.launcher.nodes import address_towards
 
 BACKEND: Final = "shoal"
 _JOIN_TIMEOUT_S: Final = 600.0
@@ -64,7 +64,10 @@ class ShoalRendezvous(RendezvousHandler):
         take_secrets()  # torchrun's workers have no use for them
         self._parameters = parameters
         self._join_timeout_s = float(parameters.get("join_timeout", _JOIN_TIMEOUT_S))
-        self._own_address = parameters.local_addr or address_towards(parse_address(parameters.endpoint))
+        endpoint = parse_address(parameters.endpoint)
+        # torchrun's workers and its stores listen on all addresses: others may reach them at one that this machine does not have.
+        everywhere = "0.0.0.0" if parameters.local_addr else None  # noqa: S104
+        self._own_address = OwnAddress.find(parameters.local_addr, everywhere, towards=(endpoint.host, endpoint.port)).told
         self._client = CoordinatorClient(member_channel(parameters.endpoint))
         self._job = JobSettings(
             job_id=f"{parameters.run_id}.torchrun",

@@ -19,9 +19,9 @@ def network(tmp_path: Path, leftover_processes: None) -> Iterator[Callable[..., 
         pytest.skip(f"a network of machines cannot be made here: {why}")
     with ExitStack() as stack:
 
-        def make(hosts: int, **script: str) -> Network:
+        def make(hosts: int, *, ipv6: bool = False, **script: str) -> Network:
             names = [f"host-{number}" for number in range(hosts)]
-            machines = stack.enter_context(Machines(COORDINATOR, REDIS, *names))
+            machines = stack.enter_context(Machines(COORDINATOR, REDIS, *names, ipv6=ipv6))
             made = Network(machines, names, tmp_path, **script)
             stack.callback(made.close)
             made.start_services()

@@ -19,6 +19,7 @@ from typing import Any, Final
 import pytest
 from shoal_common.processes import tied_to_parent
 from shoal_common.redis.embedded import find_server_binary
+from shoal_common.settings import Address, parse_address
 from shoal_worker.data.record import audit
 
 from benchmarks.machines import Machines
@@ -101,19 +102,33 @@ class Network:
         ports = self.directory / "ports.json"
         ports.unlink(missing_ok=True)
         own = ["--listen", self.endpoint, "--insecure", "--port-file", str(ports)]
-        state = ["--redis", f"redis://{self.machines.address(REDIS)}:{_REDIS_PORT}"]
+        state = ["--redis", f"redis://{Address(self.machines.address(REDIS), _REDIS_PORT)}"]
         coordinator = self._start(COORDINATOR, "coordinator", [sys.executable, "-m", "shoal_coordinator", *own, *state])
         self._services[COORDINATOR] = coordinator
         self.eventually(lambda: ports.exists() or coordinator.process.poll() is not None, "the coordinator")
         assert ports.exists(), coordinator.said()
 
-    def launch(self, host: str, *flags: str, nnodes: str = "") -> Process:
+    def launch(self, host: str, *flags: str, nnodes: str = "", script: str = "train.py") -> Process:
         """Starts `shoal run` there."""
         nodes = ["--nnodes", nnodes or str(len(self.hosts)), "--rdzv-endpoint", self.endpoint]
         command = [sys.executable, "-m", "shoal", "run", *nodes, "--record-dir", str(self._recorded_in), *flags]
-        launcher = self._start(host, f"{host}-launcher-{len(self.launchers)}", [*command, "tests/networks/train.py"])
+        launcher = self._start(host, f"{host}-launcher-{len(self.launchers)}", [*command, f"tests/networks/{script}"])
         self.launchers.append(launcher)
         return launcher
+
+    def start_parameter_server(self, host: str, *flags: str) -> None:
+        """One that listens at all addresses of the machine."""
+        listen = "[::]:0" if ":" in self.machines.address(host) else "0.0.0.0:0"
+        command = [sys.executable, "-m", "shoal_ps_server", "--coordinator", self.endpoint, "--job", "default", "--listen", listen]
+        self._services["server"] = self._start(host, "server", [*command, "--insecure", *flags])
+
+    def targets(self) -> set[str]:
+        """Where Prometheus is told that metrics are: the hosts of the coordinator's /sd."""
+        http = json.loads((self.directory / "ports.json").read_text())["http"]
+        read = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=30).read().decode())"
+        command = self.machines.on(COORDINATOR, [sys.executable, "-c", read, f"http://{http}/sd"])
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        return {parse_address(target).host for group in json.loads(answer.stdout) for target in group["targets"]}
 
     def launch_all(self, *flags: str, nnodes: str = "") -> list[Process]:
         """A launcher on every host, and waits until all train together."""
@@ -141,7 +156,7 @@ class Network:
 
     @property
     def endpoint(self) -> str:
-        return f"{self.machines.address(COORDINATOR)}:{_PORT}"
+        return str(Address(self.machines.address(COORDINATOR), _PORT))
 
     @property
     def coordinator(self) -> Process:

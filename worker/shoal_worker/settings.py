@@ -50,9 +50,12 @@ class WorkerSettings(CallerSettings):
     local_index: int = Field(default=0, ge=0)
     """Its index among that launcher's workers: which GPU it takes."""
     host: str = Field(default_factory=_default_host)
-    """Name of this machine: ranks of one host are adjacent, and on one host `interface` may be loopback."""
-    interface: str | None = None
-    """Address on which this worker's peers reach it; None: that of the route to the coordinator."""
+    """Name of this machine: ranks of one host are adjacent."""
+    local_addr: str | None = None
+    """Where peers and Prometheus reach this machine: an address, an interface or a host name; None: at the address of the route to the
+    coordinator."""
+    listen_addr: str | None = None
+    """What of this machine is listened on, where that is another: an address, an interface or a host name; 0.0.0.0 or :: for all."""
     store_url: str | None = None
     """Redis of the rendezvous stores, if other than what the coordinator tells."""
     store_url_file: Path | None = None

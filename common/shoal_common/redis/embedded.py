@@ -36,6 +36,7 @@ from shoal_common.errors import ConfigurationError, DeadlineError, ShoalError, U
 from shoal_common.processes import tied_to_parent
 from shoal_common.redis.connection import EMBEDDED_SCHEME
 from shoal_common.scratch import ScratchDirectory
+from shoal_common.settings import Address
 
 _START_DEADLINE_S: Final = 20.0
 _STOP_DEADLINE_S: Final = 10.0
@@ -83,10 +84,10 @@ class EmbeddedRedis:
             parts = urlsplit(url)
         except ValueError as error:
             raise ConfigurationError(f"{url!r}: {error}; {expected}") from error
-        if parts.scheme != EMBEDDED_SCHEME or parts.netloc not in ("", parts.hostname) or parts.query or parts.fragment:
+        if parts.scheme != EMBEDDED_SCHEME or _bare(parts.netloc) not in ("", parts.hostname) or parts.query or parts.fragment:
             raise ConfigurationError(f"{url!r}: {expected}")
         directory = unquote(parts.path)
-        return cls(directory if directory not in ("", "/") else None, port=port, host=parts.netloc or _LOOPBACK)
+        return cls(directory if directory not in ("", "/") else None, port=port, host=_bare(parts.netloc) or _LOOPBACK)
 
     @property
     def port(self) -> int:
@@ -100,7 +101,7 @@ class EmbeddedRedis:
     def url(self) -> str:
         """redis://127.0.0.1:PORT; with a host redis://:PASSWORD@HOST:PORT."""
         credentials = f":{self._password}@" if self._password else ""
-        return f"redis://{credentials}{self._host}:{self._child.port}"
+        return f"redis://{credentials}{Address(self._host, self._child.port)}"
 
     @property
     def alive(self) -> bool:
@@ -229,11 +230,16 @@ def _start(binary: Path, directory: Path, port: int, lock: int, *, addresses: tu
 def _addresses(host: str) -> tuple[str, ...]:
     """What to listen on: loopback, and the address of `host`."""
     try:
-        return tuple(dict.fromkeys((_LOOPBACK, socket.gethostbyname(host))))
+        return tuple(dict.fromkeys((_LOOPBACK, str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]))))
     except OSError as error:
         raise ConfigurationError(
             f"the embedded Redis server cannot be reached at {host!r}: {error}; name this machine as others do"
         ) from error
+
+
+def _bare(host: str) -> str:
+    """An IPv6 address without the brackets that it has in URLs."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
 def _password(directory: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from typing import Annotated
 
@@ -13,7 +12,14 @@ import typer
 def coordinate(
     command: Annotated[list[str], typer.Argument(help="What starts the launchers, here or elsewhere.", show_default=False)],
     host: Annotated[
-        str, typer.Option(help="This machine's name or address, as the others reach it. Default: its own name.", show_default=False)
+        str,
+        typer.Option(
+            metavar="ADDRESS|INTERFACE|HOSTNAME",
+            help="This machine, as the others reach it. Default: its own name; if that is none for others, the address of the way to them.",
+            envvar="SHOAL_LOCAL_ADDR",
+            show_envvar=False,
+            show_default=False,
+        ),
     ] = "",
     insecure: Annotated[bool, typer.Option("--insecure", help="Serve other machines without TLS or tokens: on a private network.")] = False,
 ) -> None:
@@ -24,8 +30,10 @@ def coordinate(
 
     The coordinator's own settings are its variables, SHOAL_COORDINATOR_... Without SHOAL_COORDINATOR_REDIS it brings a Redis of its own.
     """
+    from shoal_common.own_address import own_host
+
     from shoal.cli.console import tell
     from shoal.launcher.coordination import Coordination
 
-    coordination = Coordination(command, host=host or socket.gethostname(), insecure=insecure, environment=os.environ, note=tell)
+    coordination = Coordination(command, host=own_host(host), insecure=insecure, environment=os.environ, note=tell)
     sys.exit(coordination.run())

@@ -145,7 +145,21 @@ def run(
     local_addr: Annotated[
         str | None,
         typer.Option(
-            help="Where other machines reach this one. Default: found out.", envvar="PET_LOCAL_ADDR", show_envvar=False, show_default=False
+            metavar="ADDRESS|INTERFACE|HOSTNAME",
+            help="Where other machines reach this one. Default: by the route to --rdzv-endpoint.",
+            envvar=["SHOAL_LOCAL_ADDR", "PET_LOCAL_ADDR"],
+            show_envvar=False,
+            show_default=False,
+        ),
+    ] = None,
+    listen_addr: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS|INTERFACE|HOSTNAME",
+            help="Where workers listen, if others reach them elsewhere (NAT): 0.0.0.0, say. Default: --local-addr.",
+            envvar="SHOAL_LISTEN_ADDR",
+            show_envvar=False,
+            show_default=False,
         ),
     ] = None,
     shutdown_timeout: Annotated[
@@ -200,6 +214,7 @@ def run(
         master_address=master_addr,
         master_port=master_port,
         local_address=local_addr,
+        listen_address=listen_addr,
         role=role,
         logs=LogSettings.parse(directory=log_dir, redirects=redirects, tee=tee, console_ranks=local_ranks_filter),
         record_directory=record_dir,

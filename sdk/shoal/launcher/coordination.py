@@ -82,7 +82,7 @@ class Coordination:
 
     def _service(self, host: str, *, insecure: bool) -> Service:
         given = self._environment
-        redis = [] if given.get("SHOAL_COORDINATOR_REDIS") else ["--redis", f"embedded://{host}{quote(str(self._scratch.path / 'redis'))}"]
+        redis = [] if given.get("SHOAL_COORDINATOR_REDIS") else ["--redis", _redis_url(host, self._scratch.path)]
         arguments = [*redis, *(["--insecure"] if insecure else [])]
         try:
             return Service("coordinator", "shoal_coordinator", arguments, directory=self._scratch.path, environment=given, host=host)
@@ -151,6 +151,10 @@ class Coordination:
         finally:
             self._coordinator.release()
             self._scratch.close()
+
+
+def _redis_url(host: str, directory: Path) -> str:
+    return f"embedded://{f'[{host}]' if ':' in host else host}{quote(str(directory / 'redis'))}"
 
 
 def _for_command(environment: Mapping[str, str]) -> dict[str, str]:

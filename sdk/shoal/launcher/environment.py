@@ -57,6 +57,10 @@ class WorkerIdentity:
     """host:port, None: no metrics."""
     record_directory: Path | None
     allow_restart_from_scratch: bool
+    local_address: str | None = None
+    """What was said of where others reach this machine; None: nothing."""
+    listen_address: str | None = None
+    """What was said of where it listens; None: nothing."""
 
 
 def torchrun_variables(
@@ -100,6 +104,10 @@ def shoal_variables(identity: WorkerIdentity, *, index: int) -> dict[str, str]:
         variables["SHOAL_RUN"] = str(identity.run)
     if identity.allow_restart_from_scratch:
         variables["SHOAL_ALLOW_RESTART_FROM_SCRATCH"] = "1"
+    if identity.local_address:
+        variables["SHOAL_LOCAL_ADDR"] = identity.local_address
+    if identity.listen_address:
+        variables["SHOAL_LISTEN_ADDR"] = identity.listen_address
     if identity.metrics_listen is not None:
         variables["SHOAL_METRICS_LISTEN"] = identity.metrics_listen
     if identity.record_directory is not None:
@@ -111,14 +119,22 @@ def inherited(environment: Mapping[str, str], *, workers: int, local: bool) -> d
     """What workers take over from the launcher's own environment.
 
     With several workers a node and OMP_NUM_THREADS unset, each gets one thread, as under torchrun. `local`: the cluster is this
-    launcher's own and knows neither tokens nor certificates.
+    launcher's own, knows neither tokens nor certificates, and is reached from this machine alone.
     """
-    credentials = ("SHOAL_TOKEN", "SHOAL_TLS_")
-    kept = {name: value for name, value in environment.items() if not (local and name.startswith(credentials))}
+    of_others = ("SHOAL_TOKEN", "SHOAL_TLS_", "SHOAL_LOCAL_ADDR", "SHOAL_LISTEN_ADDR")
+    kept = {name: value for name, value in environment.items() if not (local and name.startswith(of_others))}
     kept.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if workers > 1:
         kept.setdefault("OMP_NUM_THREADS", "1")
     return kept
+
+
+def interface_variables(environment: Mapping[str, str], interface: str | None) -> dict[str, str]:
+    """What Gloo and NCCL read to find their interface, without what is set already."""
+    if interface is None:
+        return {}
+    wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+    return {name: value for name, value in wanted.items() if not environment.get(name)}
 
 
 def metrics_listen(environment: Mapping[str, str], *, index: int, enabled: bool) -> str | None:

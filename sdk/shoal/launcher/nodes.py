@@ -27,6 +27,7 @@ from shoal_common.errors import (
     UnavailableError,
     UnknownResourceError,
 )
+from shoal_common.own_address import OwnAddress
 from shoal_common.runs import Run
 from shoal_common.settings import Address, parse_address
 from shoal_protos.v1 import coordinator_pb2 as pb
@@ -65,6 +66,8 @@ class SharedSite:
         self.run: Run | None = None
         self._settings = settings
         self._note = note
+        self._own = self._find_own() if settings.local_address or settings.listen_address else None
+        """What was said of this machine's addresses; None: nothing, and the way to the coordinator is known only when that is."""
         self._client = CoordinatorClient(member_channel(settings.endpoint))
         self._nodes_job = JobSettings(
             job_id=launchers_job_id(settings.job_id),
@@ -266,7 +269,7 @@ class SharedSite:
                 if left_s <= 0 and not answered:
                     raise UnavailableError(
                         f"no coordinator has answered at {self.coordinator} (--rdzv-endpoint) for {limit.total_seconds():g} s; "
-                        "on one machine use --standalone, which brings its own"
+                        f"on one machine use --standalone, which brings its own. The last attempt: {error}"
                     ) from error
                 if left_s <= 0:
                     raise DeadlineError(f"waited {limit.total_seconds():g} s for the end of the run before: {error}") from error
@@ -275,9 +278,13 @@ class SharedSite:
                     self._note(f"waiting for up to {left_s:.0f} s more: {error}")
                 await asyncio.sleep(_RETRY_S)
 
+    def _find_own(self) -> OwnAddress:
+        endpoint = parse_address(self.coordinator)
+        return OwnAddress.find(self._settings.local_address, self._settings.listen_address, towards=(endpoint.host, endpoint.port))
+
     def _join(self) -> None:
         """A new incarnation of this launcher among the launchers."""
-        address = self._settings.local_address or address_towards(parse_address(self.coordinator))
+        own = self._own or self._find_own()
         if self._port is None and self._settings.master_port is None:
             self._port = ReservedPort(host="0.0.0.0")  # noqa: S104 - only kept; the worker of rank 0 listens on all interfaces
         port = self._settings.master_port or (self._port.port if self._port is not None else 0)
@@ -285,7 +292,7 @@ class SharedSite:
             self._client,
             job_id=self._nodes_job.job_id,
             launcher_id=self._launcher_id,
-            address=str(Address(address, port)),
+            address=str(Address(own.told, port)),
             on_change=self._wake,
             on_job_lost=self._create_lost,
         )
@@ -420,14 +427,3 @@ _LEAVES: Final = {
     Ending.FAILED: (pb.Leave.REASON_FAILED, "its workers failed"),
     Ending.STOPPED: (pb.Leave.REASON_DRAINED, "its launcher was stopped"),
 }
-
-
-def address_towards(endpoint: Address) -> str:
-    """The address of this machine on the way to `endpoint`. Nothing is sent: connecting a datagram socket only chooses the route."""
-    try:
-        family, kind, protocol, _, target = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise UnavailableError(f"no route to the coordinator's host {endpoint.host!r}: {error}; give --local-addr") from error

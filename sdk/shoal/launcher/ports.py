@@ -19,9 +19,10 @@ class ReservedPort:
     """
 
     def __init__(self, host: str = "127.0.0.1") -> None:
-        self._socket = socket.socket()
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        self._socket = socket.socket(family, kind, protocol)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind((host, 0))
+        self._socket.bind(address)
         self.port: int = self._socket.getsockname()[1]
 
     def close(self) -> None:

@@ -173,7 +173,9 @@ class RunSettings:
     master_address: str | None = None
     master_port: int | None = None
     local_address: str | None = None
-    """Where other nodes reach this one; None: found out."""
+    """Where other nodes reach this one, an address, an interface or a host name; None: found out. Of no meaning without `endpoint`."""
+    listen_address: str | None = None
+    """What of this machine is listened on, where that is another; likewise."""
     role: str = "default"
     logs: LogSettings = field(default_factory=LogSettings)
     record_directory: Path | None = None

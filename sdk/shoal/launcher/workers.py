@@ -16,7 +16,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Final
 
+from shoal_common.own_address import OwnAddress, interface_of
 from shoal_common.runs import Run
+from shoal_common.settings import parse_address
 
 from shoal.launcher.credentials import secrets_as_files
 from shoal.launcher.environment import (
@@ -24,6 +26,7 @@ from shoal.launcher.environment import (
     WorkerIdentity,
     WorkerPlacement,
     inherited,
+    interface_variables,
     metrics_listen,
     shoal_variables,
     torchrun_variables,
@@ -145,10 +148,13 @@ class WorkerStarter:
             metrics_listen=metrics_listen(os.environ, index=placement.index, enabled=settings.metrics),
             record_directory=self._record_directory,
             allow_restart_from_scratch=settings.allow_restart_from_scratch,
+            local_address=settings.local_address if settings.endpoint is not None else None,
+            listen_address=settings.listen_address if settings.endpoint is not None else None,
         )
         return {
             **inherited(os.environ, workers=settings.workers, local=settings.endpoint is None),
             **({} if settings.endpoint is None else secrets_as_files(self._directory)),
+            **self._interface_variables(),
             **torchrun_variables(
                 placement,
                 run_id=settings.job_id,
@@ -159,6 +165,15 @@ class WorkerStarter:
             ),
             **shoal_variables(identity, index=placement.index),
         }
+
+    def _interface_variables(self) -> dict[str, str]:
+        """Torch's own groups, in plain scripts and under NCCL, take the interface that `--local-addr` is of, where nothing else is said."""
+        settings = self._settings
+        if settings.endpoint is None or not settings.local_address:
+            return {}
+        endpoint = parse_address(settings.endpoint)
+        own = OwnAddress.find(settings.local_address, settings.listen_address, towards=(endpoint.host, endpoint.port))
+        return interface_variables(os.environ, interface_of(own.told))
 
     @property
     def _record_directory(self) -> Path | None:

@@ -6,7 +6,6 @@ import json
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ import pytest
 import trustme
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import StaleGenerationError, UnavailableError
+from shoal_common.own_address import name_for_others
 from shoal_common.processes import tied_to_parent
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.security import TlsSettings
@@ -167,6 +167,6 @@ def _upload(session: Session, generation: int, shard_map: coordinator_pb2.ShardM
     return header, memoryview(np.ones(length, np.float32))
 
 
-def test_hostname_is_what_a_server_on_all_addresses_advertises(cluster) -> None:
+def test_a_server_on_all_addresses_advertises_its_name_if_that_is_one_for_others(cluster) -> None:
     cluster.server(listen="0.0.0.0:0", insecure=True)
-    assert cluster.running.settings.advertised(1) == f"{socket.gethostname()}:1"
+    assert cluster.running.settings.advertised(1) == f"{name_for_others() or '127.0.0.1'}:1"

@@ -106,7 +106,8 @@ class Persistence:
         if now - since > patience:
             raise DeadlineError(
                 f"parameter server {server.share.index} (last seen at {server.address}) was away for more than {patience:.0f} s "
-                f"(server_timeout); start it again with its data directory, or restart the job. The last attempt: {error}",
+                f"(server_timeout); start it again with its data directory, or restart the job; if it runs, and workers reach it at "
+                f"another address, start it with --advertise (SHOAL_PS_SERVER_ADVERTISE). The last attempt: {error}",
                 reason="SERVER_AWAY",
             ) from error
         return since

@@ -17,6 +17,7 @@ from typing import Final
 
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import ConfigurationError, DeadlineError, MembershipChanged, ShoalError, StaleGenerationError, UnavailableError
+from shoal_common.own_address import REACHED_ELSEWHERE
 
 from shoal_worker.backends.base import CommunicationBackend, Waits
 from shoal_worker.backends.registry import backend_class
@@ -25,7 +26,15 @@ from shoal_worker.elastic.group import Group, Opening, brief
 from shoal_worker.elastic.link import CoordinatorLink, MemberIdentity
 from shoal_worker.elastic.member import LeaveReason
 from shoal_worker.elastic.progress import ProgressMeter
-from shoal_worker.elastic.stall_watch import GENERATION_OVER_OR_AWAY, LOOK_AFTER_S, StallWatch, looked_at, named_ranks, unreachable
+from shoal_worker.elastic.stall_watch import (
+    GENERATION_OVER_OR_AWAY,
+    LOOK_AFTER_S,
+    StallWatch,
+    looked_at,
+    named_addresses,
+    named_ranks,
+    unreachable,
+)
 from shoal_worker.elastic.strategy_interface import TrainingEngine
 from shoal_worker.elastic.waiting import EVERY_S, WaitingLines
 from shoal_worker.settings import WorkerSettings
@@ -257,7 +266,12 @@ class Membership:
         timed_out = isinstance(error.__cause__, TimeoutError) or "timed out" in str(error).lower()
         stood = self.waits.last_s >= LOOK_AFTER_S
         suspects = self._out_of_reach() if timed_out or stood or self._group is None else []
-        self.link.failed(self._left, detail=str(error), timed_out=timed_out, suspects=suspects)
+        detail = str(error)
+        if suspects and self._group is None:
+            named = named_addresses(self.link.newest_generation, suspects[:_MOST_NAMED])
+            detail = f"{detail}; this rank cannot reach {named}; {REACHED_ELSEWHERE}"
+            _log.warning("%s; this machine's own is %s", detail, self._host)
+        self.link.failed(self._left, detail=detail, timed_out=timed_out, suspects=suspects)
 
     def _out_of_reach(self) -> list[int]:
         generation = self.link.newest_generation

@@ -30,7 +30,7 @@ from shoal_common.rank_table import MOST_TOLD_WHOLE
 from shoal_common.settings import parse_address
 
 from shoal_worker.backends.base import Traffic, Waits
-from shoal_worker.elastic.generation import Generation
+from shoal_worker.elastic.generation import Generation, Peer
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.link import CoordinatorLink
 from shoal_worker.elastic.progress import BusyLink
@@ -148,7 +148,7 @@ class StallWatch:
     def _why(self) -> str:
         _, missed = self._missed
         if missed:
-            return f"out of reach: {self._names(missed)}"
+            return f"out of reach: {named_addresses(self._link.newest_generation, sorted(missed))}"
         return "all are reached, so it is not known which of them is late"
 
     def _names(self, ranks: frozenset[int]) -> str:
@@ -237,6 +237,15 @@ def named_ranks(generation: Generation | None, ranks: Sequence[int]) -> str:
         with suppress(*GENERATION_OVER_OR_AWAY):
             hosts = {peer.rank: peer.host for peer in generation.peers_of([rank for rank in ranks if rank < generation.world_size])}
     return ", ".join(f"rank {rank} ({hosts.get(rank, 'gone')})" for rank in ranks)
+
+
+def named_addresses(generation: Generation | None, ranks: Sequence[int]) -> str:
+    """These ranks, for people, with their hosts and the addresses that were looked at, where those are known."""
+    peers: dict[int, Peer] = {}
+    if generation is not None:
+        with suppress(*GENERATION_OVER_OR_AWAY):
+            peers = {peer.rank: peer for peer in generation.peers_of([rank for rank in ranks if rank < generation.world_size])}
+    return ", ".join(f"rank {r} ({peers[r].host}) at {peers[r].donor_address}" if r in peers else f"rank {r} (gone)" for r in ranks)
 
 
 def neighbours(rank: int, world_size: int) -> list[int]:

@@ -37,6 +37,7 @@ import xxhash
 from shoal_common.certificates import PairContexts
 from shoal_common.errors import CorruptDataError, InternalError, UnavailableError
 from shoal_common.failpoints import failpoint
+from shoal_common.own_address import REACHED_ELSEWHERE
 from shoal_common.settings import Address
 
 from shoal_worker.backends.inmemory.turns import run_aside
@@ -76,13 +77,15 @@ class _Offer:
 class StateDonor:
     """Listens for peers that need this member's state."""
 
-    def __init__(self, host: str, *, secure: bool = False) -> None:
-        """Binds to `host` on a port that the system chooses. `secure`: whoever connects must speak TLS."""
+    def __init__(self, host: str, *, told: str = "", secure: bool = False) -> None:
+        """Binds to `host` on a port that the system chooses. `told`: what peers are told instead, where they reach it
+        elsewhere. `secure`: whoever connects must speak TLS."""
         self.key = secrets.token_hex(16)
         """A name for offers that are open whatever generation there is. Members alone are told it, and know this donor by it."""
         self._tls = PairContexts.listener(self.key) if secure else None
-        self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        self._host = host
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, dualstack_ipv6=host == "::")
+        self._host = told or host
         self._offer: _Offer | None = None
         self._expected: bytes | None = None
         self._serving: set[socket.socket] = set()
@@ -304,9 +307,14 @@ class _Part:
         return _Header.parse(raw, self._address)
 
     def _connected(self) -> socket.socket:
-        """Raises OSError; ssl.SSLError, which is one, for a donor that does not know its key."""
+        """Raises UnavailableError where nobody takes the connection; OSError; ssl.SSLError, which is one, for a donor that does not know
+        its key."""
         host, _, port = self._address.rpartition(":")
-        connection = socket.create_connection((host.strip("[]"), int(port)), timeout=max(0.001, self._deadline - time.monotonic()))
+        try:
+            connection = socket.create_connection((host.strip("[]"), int(port)), timeout=max(0.001, self._deadline - time.monotonic()))
+        except OSError as error:
+            why = f"donor {self._address} went away, or cannot be reached from here: {error}; {REACHED_ELSEWHERE}"
+            raise UnavailableError(why, reason="DONOR_LOST") from error
         self._socket = connection
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._key is None:
@@ -459,6 +467,9 @@ class StateExchange:
                 )
         except CorruptDataError as damage:
             raise UnavailableError(str(damage), reason=damage.reason) from damage
+        except UnavailableError as lost:
+            whose = ", ".join(f"{peer.donor_address} is rank {peer.rank}'s, on {peer.host}" for peer in peers)
+            raise UnavailableError(f"{lost} ({whose})", reason=lost.reason) from lost
         elapsed = time.monotonic() - started
         self._metrics.transferred(size, elapsed)
         _log.info("took %.1f MB of state from %d donor(s) in %.3f s", size / 1e6, len(asked), elapsed)

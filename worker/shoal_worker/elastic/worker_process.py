@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -25,8 +24,9 @@ from shoal_common.allocator import keep_freed_memory
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import ConfigurationError, MembershipChanged, ShoalError, StaleGenerationError, UnavailableError
 from shoal_common.exit_status import PUT_OUT
+from shoal_common.own_address import ELSEWHERE, OwnAddress, is_loopback, is_unspecified, route_towards
 from shoal_common.process_secrets import take_secrets
-from shoal_common.settings import Address
+from shoal_common.settings import Address, parse_address
 from shoal_common.telemetry import HttpServer, serve_metrics
 
 from shoal_worker.backends import native_threads
@@ -142,8 +142,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 _log = logging.getLogger(__name__)
 
 _SAME_SIGNAL: Final = timedelta(seconds=5)
-_ELSEWHERE: Final = "192.0.2.1:9"
-"""An address of no host at all (RFC 5737): the way there is the way to other machines."""
+_LOOPBACK: Final = OwnAddress(told="127.0.0.1", bound="127.0.0.1")
 
 
 def current_session() -> Session:
@@ -174,8 +173,7 @@ def open_session(settings: WorkerSettings | None = None) -> Session:
     if settings.coordinator is not None or mpi_world_size() > 1:
         keep_freed_memory()  # gradients, and an optimizer's intermediate results, come and go in every step
     if settings.coordinator is None and mpi_world_size() > 1:
-        address = settings.interface or _address_outwards()
-        session = open_fixed(own_seat(settings.collective_timeout), address=address, host=settings.host)
+        session = open_fixed(own_seat(settings.collective_timeout), own=_address_outwards(settings), host=settings.host)
         script = ScriptEnd()
         script.install()
         atexit.register(_end, session, script)
@@ -196,8 +194,8 @@ def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetr
         http = serve_metrics(settings.metrics_listen, metrics.registry) if settings.metrics_listen is not None else None
         if http is not None:
             undo.callback(http.close)
-        host = settings.interface or _address_towards(coordinator)
-        donor = StateDonor(host, secure=settings.calling_tls is not None)
+        own = OwnAddress.find(settings.local_addr, settings.listen_addr, towards=_endpoint(coordinator))
+        donor = StateDonor(own.bound, told=own.told, secure=settings.calling_tls is not None)
         undo.callback(donor.close)
         client = CoordinatorClient(settings.channel(coordinator))
         client.run = run_message(settings.run)
@@ -210,9 +208,9 @@ def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetr
             local_index=settings.local_index,
             donor_address=donor.address,
             donor_key=donor.key,
-            metrics_address=str(Address(host, http.port)) if http is not None else "",
+            metrics_address=_metrics_address(settings.metrics_listen, http.port, own) if http is not None else "",
         )
-        membership = Membership(client, identity, settings, host=host)
+        membership = Membership(client, identity, settings, host=own.told)
         session = Session(settings, membership, donor, metrics)
         undo.callback(session.close, failed="it did not get as far as a rank")
         at_end = _Exit(session, membership, http)
@@ -228,16 +226,16 @@ def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetr
     return session
 
 
-def open_fixed(seat: Seat, *, address: str = "127.0.0.1", host: str = "") -> Session:
+def open_fixed(seat: Seat, *, own: OwnAddress = _LOOPBACK, host: str = "") -> Session:
     """Makes the session of one of the ranks that stay the same to the end, and makes it the current one. Who calls it closes it.
 
-    `address`: where this rank's peers reach it; `host`: the machine's name, where ranks run on several.
+    `own`: where this rank's peers reach it; `host`: the machine's name, where ranks run on several.
     """
     timeout_s = seat.timeout.total_seconds()
     settings = WorkerSettings(
         coordinator=None, local_index=seat.rank, metrics_listen=None, collective_timeout_s=timeout_s, rendezvous_timeout_s=timeout_s
     )
-    donor = StateDonor(address)
+    donor = StateDonor(own.bound, told=own.told)
     session = Session(settings, FixedMembership(seat, donor.address, host), donor, WorkerMetrics())
     session.join()
     set_session(session)
@@ -346,24 +344,31 @@ def _end_now(status: int, why: str) -> NoReturn:
     os._exit(status)
 
 
-def _address_outwards() -> str:
-    """The address of the local interface that reaches other machines; the loopback's where none does."""
-    try:
-        return _address_towards(_ELSEWHERE)
-    except ConfigurationError:
-        return "127.0.0.1"
+def _address_outwards(settings: WorkerSettings) -> OwnAddress:
+    """Where other machines reach this one, which knows no coordinator; the loopback's where none does."""
+    towards = next((each for each in ELSEWHERE if route_towards(*each) is not None), ("127.0.0.1", 9))
+    return OwnAddress.find(settings.local_addr, settings.listen_addr, towards=towards)
 
 
-def _address_towards(endpoint: str) -> str:
-    """The address of the local interface that reaches `endpoint`: peers reach this process there."""
-    host, _, port = endpoint.rpartition(":")
+def _endpoint(coordinator: str) -> tuple[str, int]:
+    """Raises ConfigurationError where it is no host:port of a host that this machine can resolve and reach."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # of a datagram socket: sends nothing, only picks the route
-            local: str = probe.getsockname()[0]
-            return local
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(
-            f"SHOAL_COORDINATOR={endpoint!r}: expected host:port of a host that this machine can resolve and reach ({error})"
-        ) from error
+        endpoint = parse_address(coordinator)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"SHOAL_COORDINATOR={coordinator!r}: {error}") from error
+    return endpoint.host, endpoint.port
+
+
+def _metrics_address(listen: str | None, port: int, own: OwnAddress) -> str:
+    """What Prometheus is told, given where metrics are served; empty: it could not reach them there."""
+    host = (listen or "").rpartition(":")[0].strip("[]")
+    if is_unspecified(host):
+        return str(Address(own.told, port))
+    if Address(host, port).is_loopback and not is_loopback(own.told):
+        _log.info(
+            "metrics of this worker are served at %s alone, where other machines do not reach them, and are not told to Prometheus; set "
+            "SHOAL_METRICS_LISTEN=0.0.0.0:0",
+            Address(host, port),
+        )
+        return ""
+    return str(Address(host, port))

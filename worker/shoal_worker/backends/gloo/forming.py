@@ -22,6 +22,8 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, DeadlineError, InternalError, ShoalError
+from shoal_common.own_address import REACHED_ELSEWHERE
+from shoal_common.settings import Address
 from torch.distributed.distributed_c10d import GroupName, PrefixStore, ProcessGroupGloo, Store
 
 from shoal_worker.backends.base import GroupEndedError, cause_of
@@ -30,6 +32,7 @@ from shoal_worker.backends.gloo.sockets import GroupSockets, Listener, listeners
 from shoal_worker.settings import gloo_interface
 
 _DEVICE_ATTEMPTS: Final = 10
+_MOST_NAMED: Final = 8
 _NUMBERS: Final = itertools.count()
 _LISTENER_LOCK: Final = threading.Lock()
 """Held while a device is made, so that its listening socket can be told from others by being new."""
@@ -227,18 +230,29 @@ class FormingGroup:
     def _too_late(self) -> DeadlineError:
         names = PrefixStore("listener", self._store)
         absent = [rank for rank in range(self._world_size) if not names.check([str(rank)])]
-        who = f"ranks {absent} did not come" if absent else "all ranks came, but not all could connect to each other"
+        who = (
+            f"ranks {absent} did not come"
+            if absent
+            else f"all ranks came, but not all could connect to each other ({self._listening(names)}); {REACHED_ELSEWHERE}"
+        )
         return DeadlineError(
             f"connecting {self._world_size} ranks took longer than connect_timeout={self._connect_timeout.total_seconds():g} s: {who}",
             reason="CONNECT_TIMEOUT",
         )
+
+    def _listening(self, names: Store) -> str:
+        """Where ranks listen, for people."""
+        named = [str(rank) for rank in range(min(self._world_size, _MOST_NAMED))]
+        addresses = [told.decode().partition("|")[0].rpartition(" ") for told in names.multi_get(named)]
+        more = "" if self._world_size <= _MOST_NAMED else ", ..."
+        return ", ".join(f"rank {rank} listens at {Address(host, int(port))}" for rank, (host, _, port) in enumerate(addresses)) + more
 
     def _translated(self, error: Exception) -> Exception:
         if isinstance(error, DeadlineError):  # the store's: it has waited for what an absent rank writes
             return self._too_late()
         if isinstance(error, ShoalError) or not isinstance(error, RuntimeError):
             return error
-        return GroupEndedError(f"connecting {self._world_size} ranks with Gloo failed: {cause_of(error)}")
+        return GroupEndedError(f"connecting {self._world_size} ranks with Gloo failed: {cause_of(error)}; {REACHED_ELSEWHERE}")
 
 
 def _make_device(hostname: str | None) -> tuple[Any, Listener]:
@@ -265,5 +279,6 @@ def _create_device(hostname: str | None) -> Any:
     except RuntimeError as error:
         raise ConfigurationError(
             f"hostname={hostname!r}, GLOO_SOCKET_IFNAME={interface!r}: Gloo cannot listen there ({cause_of(error)}); "
-            "expected an address or name of this host, or one of its interfaces"
+            "expected an address or name of this host, or one of its interfaces (--local-addr, SHOAL_LOCAL_ADDR). Gloo "
+            "tells its peers where it listens, so that ranks behind NAT cannot form a group: there async_sgd trains, which needs none"
         ) from error

@@ -24,6 +24,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from shoal_common.own_address import route_towards
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from shoal_worker.backends.base import Traffic
@@ -33,18 +34,6 @@ from shoal_worker.store.redis_store import RedisStore
 # -------------------------------------------------------------------------------------------------------------------- this host's address
 #
 # Which address of this host peers can reach it under, without asking what its hostname resolves to (often 127.0.1.1, or nothing).
-
-
-def address_towards(host: str, port: int) -> str | None:
-    """The address of the interface that leads to `host`; None when there is no route. Sends nothing."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)
-            found: str = probe.getsockname()[0]
-            return found
-    except OSError:
-        return None
 
 
 def address_for(store: Store) -> str | None:
@@ -58,7 +47,7 @@ def address_for(store: Store) -> str | None:
         server = store.server
     elif isinstance(store, TCPStore):
         server = (store.host, store.port)
-    return address_towards(*server) if server is not None else None
+    return route_towards(*server) if server is not None else None
 
 
 Endpoint = tuple[str, int]

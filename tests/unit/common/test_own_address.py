@@ -1,0 +1,75 @@
+"""Which addresses of this machine others are told, and what errors say of those that cannot be used."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from shoal_common.errors import ConfigurationError
+from shoal_common.own_address import OwnAddress, interface_of, interfaces, is_own, of_interface, resolved, route_towards
+
+HERE = ("127.0.0.1", 7000)
+FOREIGN = "192.0.2.77"  # RFC 5737: no machine has it
+
+
+def test_by_default_it_is_the_address_of_the_route_to_the_coordinator() -> None:
+    assert OwnAddress.find(None, None, towards=HERE) == OwnAddress(told="127.0.0.1", bound="127.0.0.1")
+    assert OwnAddress.find(None, "0.0.0.0", towards=HERE) == OwnAddress(told="127.0.0.1", bound="0.0.0.0")
+
+
+@pytest.mark.parametrize("said", ["lo", "127.0.0.1", "localhost"])
+def test_an_interface_an_address_and_a_host_name_come_to_the_same(said: str) -> None:
+    assert OwnAddress.find(said, None, towards=HERE) == OwnAddress(told="127.0.0.1", bound="127.0.0.1")
+
+
+def test_an_address_in_brackets_is_one() -> None:
+    assert OwnAddress.find(f"[{FOREIGN}]", "lo", towards=HERE).told == FOREIGN
+
+
+def test_under_nat_another_address_is_told_than_is_listened_on() -> None:
+    assert OwnAddress.find(FOREIGN, "0.0.0.0", towards=HERE) == OwnAddress(told=FOREIGN, bound="0.0.0.0")
+    assert OwnAddress.find(FOREIGN, "lo", towards=HERE) == OwnAddress(told=FOREIGN, bound="127.0.0.1")
+
+
+def test_an_address_of_another_machine_is_refused_with_what_is_here_and_the_way_out() -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        OwnAddress.find(FOREIGN, None, towards=HERE)
+    assert refused.value.reason == "ADDRESS_UNUSABLE"
+    for part in ("--local-addr", "SHOAL_LOCAL_ADDR", repr(FOREIGN), "lo 127.0.0.1", "--listen-addr", "NAT"):
+        assert part in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("local", "listen", "expected"),
+    [
+        ("eth9", None, r"--local-addr .* 'eth9' is no address, no interface and no host name"),
+        ("0.0.0.0", None, r"--local-addr .* '0\.0\.0\.0' stands for all addresses"),
+        ("fe80::1", None, r"--local-addr .* 'fe80::1' is valid on one link alone"),
+        (None, FOREIGN, rf"--listen-addr .* '{FOREIGN}' is no address of this machine"),
+    ],
+)
+def test_what_nobody_could_use_is_refused(local: str | None, listen: str | None, expected: str) -> None:
+    with pytest.raises(ConfigurationError, match=expected):
+        OwnAddress.find(local, listen, towards=HERE)
+
+
+def test_a_coordinator_whose_name_is_not_known_is_a_mistake_in_settings() -> None:
+    with pytest.raises(ConfigurationError, match=r"the coordinator's host 'nowhere\.invalid', or it is not known here.*--local-addr"):
+        OwnAddress.find(None, None, towards=("nowhere.invalid", 7000))
+
+
+def test_the_interfaces_are_those_of_the_kernel() -> None:
+    found = interfaces()
+    assert "127.0.0.1" in found["lo"]
+    assert set(found) <= {name for _, name in socket.if_nameindex()}
+    assert all(is_own(address) for addresses in found.values() for address in addresses)
+    assert not is_own(FOREIGN)
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of(FOREIGN) is None
+    assert of_interface("lo") == "127.0.0.1"
+    assert of_interface("eth9") is None
+
+
+def test_a_name_or_a_host_without_a_way_is_no_error_where_one_only_asks() -> None:
+    assert resolved("nowhere.invalid") == []
+    assert route_towards("nowhere.invalid", 9) is None

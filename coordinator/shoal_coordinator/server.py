@@ -21,7 +21,7 @@ from shoal_common.telemetry.http import HttpRequest, HttpResponse, HttpServer, s
 from shoal_coordinator.membership.reasons import Refusal
 from shoal_coordinator.membership.spec import Policy
 from shoal_coordinator.metrics import CoordinatorMetrics, JobsCollector
-from shoal_coordinator.page.routes import PAGE, StatusPage
+from shoal_coordinator.page.routes import OF_ONE_JOB, PAGE, StatusPage
 from shoal_coordinator.service.clock import Clock
 from shoal_coordinator.service.discovery import targets
 from shoal_coordinator.service.jobs import Jobs
@@ -70,6 +70,7 @@ async def serve(settings: CoordinatorSettings, redis_url: str, stop: asyncio.Eve
             unhealthy=partial(_unhealthy, jobs),
             tokens=settings.token_table,
             without_token={PAGE},
+            checking_job=OF_ONE_JOB,
         )
         stack.callback(http.close)
         port = await rpc.start()

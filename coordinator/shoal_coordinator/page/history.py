@@ -32,7 +32,7 @@ class Point:
     loss: float
     """The mean of what its ranks last told; NaN: none has."""
     samples_per_s: float
-    """Of all ranks."""
+    """The sum over its ranks."""
     ranks: int
 
 

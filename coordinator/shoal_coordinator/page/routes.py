@@ -1,7 +1,7 @@
 """The paths of the status page on the coordinator's HTTP port.
 
     /              the page: one file, with nothing of the cluster in it, so it asks for no token
-    /api/jobs      all jobs
+    /api/jobs      all jobs that the caller's token is for
     /api/job       ?job=ID: one job, with the history of its newest run
     /api/events    ?job=ID[&after=EVENT]: its newest events, or those after one
 
@@ -31,6 +31,8 @@ from shoal_coordinator.service.requests import parse_event_id
 from shoal_coordinator.state.store import JobStore, StoredEvent
 
 PAGE: Final = "/"
+OF_ONE_JOB: Final = frozenset({"/api/jobs", "/api/job", "/api/events"})
+"""Paths that show the holder of a token which is for one job that one alone."""
 _MOST_EVENTS: Final = 500
 _OLDEST: Final = "0"
 """What parse_event_id makes of no id."""
@@ -59,7 +61,8 @@ class StatusPage:
         }
 
     def _all_jobs(self, request: HttpRequest) -> HttpResponse:
-        return HttpResponse.json({"jobs": [job_summary(job) for job in self._jobs.observed()]})
+        jobs = [job for job in self._jobs.observed() if request.holder.may_touch(job.state.spec.job_id)]
+        return HttpResponse.json({"jobs": [job_summary(job) for job in jobs]})
 
     def _job(self, request: HttpRequest) -> HttpResponse:
         job = self._asked_for(request)
@@ -86,7 +89,8 @@ class StatusPage:
         asked = request.query.get("job")
         if asked is None:
             raise InvalidRequestError(f"{request.path} is about one job; expected its id, as in {request.path}?job=train")
-        return self._jobs.get(job_id(asked)).observed()
+        request.holder.check_job(job_id(asked))
+        return self._jobs.get(asked).observed()
 
 
 def _page() -> HttpResponse:

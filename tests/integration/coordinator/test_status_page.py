@@ -170,7 +170,7 @@ def test_while_redis_is_away_jobs_are_told_and_events_are_not(
 def guarded(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
     """A coordinator that asks for tokens."""
     directory = tmp_path_factory.mktemp("guarded")
-    (directory / "tokens").write_text("admin: a-token\nviewer: v-token\nworker: w-token\n")
+    (directory / "tokens").write_text("admin: a-token\nviewer: v-token\nworker: w-token\nviewer@train: t-token\n")
     coordinator = Coordinator(zygote, directory, "--tokens", str(directory / "tokens")).start()
     yield coordinator
     coordinator.close()
@@ -187,6 +187,19 @@ def test_what_the_cluster_does_is_told_to_holders_of_a_token_as_metrics_are(guar
             assert "train" not in text
     for token in ("v-token", "w-token", "a-token"):
         assert "train" in json.dumps(told(guarded, path, token=token)) or "job_created" in json.dumps(told(guarded, path, token=token))
+
+
+def test_a_token_for_one_job_shows_that_one_alone(guarded: Coordinator) -> None:
+    with guarded.client(token="a-token") as client:
+        for job_id in ("train", "another"):
+            client.create_job(pb.JobSpec(job_id=job_id, min_workers=1, max_workers=1))
+    assert {job["job_id"] for job in told(guarded, "/api/jobs", token="v-token")["jobs"]} == {"train", "another"}
+    assert {job["job_id"] for job in told(guarded, "/api/jobs", token="t-token")["jobs"]} == {"train"}
+    for path in ("/api/job", "/api/events"):
+        assert told(guarded, f"{path}?job=train", token="t-token")
+        status, text, _ = answer(guarded, f"{path}?job=another", token="t-token")
+        assert (status, "for job 'train', not for 'another'" in text) == (HTTPStatus.FORBIDDEN, True), text
+    assert answer(guarded, "/sd", token="t-token")[0] == HTTPStatus.FORBIDDEN
 
 
 def test_the_page_itself_has_nothing_of_the_cluster_and_asks_for_no_token(guarded: Coordinator) -> None:

@@ -11,7 +11,7 @@ import shoal
 DOCS = Path(__file__).parents[3] / "docs"
 
 
-@pytest.mark.parametrize("page", ["checkpoints.md", "fitting.md"])
+@pytest.mark.parametrize("page", ["checkpoints.md", "fitting.md", "observability.md"])
 def test_the_examples_of_a_page_run_one_after_the_other(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     examples = re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
     assert examples

@@ -50,7 +50,7 @@ class Standing:
 
     @classmethod
     def of(cls, session: Session) -> Self:
-        """As it is now."""
+        """Returns how a session stands now."""
         return cls(session.generation, session.world_size, session.progress.lost_steps)
 
 

@@ -44,7 +44,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -293,8 +293,8 @@ def recording_membership(recorder: Recorder) -> type[Membership]:
             resting = [member for member, each in self.clocks.members.items() if each.rests]
             recorder.write("clocks", slowest=self.clocks.slowest, clocks=clocks, resting=resting)
 
-        def learn(self, generation: int, members: Iterable[str]) -> Change:
-            change = super().learn(generation, members)
+        def learn(self, generation: int, members: Iterable[str], key_digests: Mapping[str, str]) -> Change:
+            change = super().learn(generation, members, key_digests)
             recorder.write("members", generation=self.fence.generation, members=sorted(self.fence.members))
             return change
 

@@ -30,7 +30,11 @@ _READING: Final = ("GetJob", "ListJobs", "GetRanks", "GetShardMap", "WatchEvents
 """RPCs of the coordinator that may name the job which goes on: the others would end it, as they are there to."""
 
 _METHODS: Final = ("GET", "GET", "POST", "PUT", "HEAD", "", "\0", "GET GET", "X" * 5000)
-_PATHS: Final = ("/metrics", "/sd", "/healthz", "/", "//", "/%00", "/" + "a" * 70_000, "/metrics?x=" + "&" * 300, "*", "\xe9")
+_PATHS: Final = (
+    *("/metrics", "/sd", "/healthz", "/", "//", "/%00", "/" + "a" * 70_000, "/metrics?x=" + "&" * 300, "*", "\xe9"),
+    *("/api/jobs", "/api/job", f"/api/job?job={SERVED}", "/api/job?job=" + "a" * 3_000, "/api/job?job=%00&job=%ff"),
+    *(f"/api/events?job={SERVED}", f"/api/events?job={SERVED}&after=9-9", f"/api/events?job={SERVED}&after=%00", "/api/events?after=0-0"),
+)
 _HEADERS: Final = ("Host: x", "Authorization: Bearer \xff", "Accept: \t", "Content-Length: -1", "A" * 70_000, ": ", "X: y\rZ: w")
 
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"

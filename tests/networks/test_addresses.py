@@ -34,6 +34,18 @@ def test_machines_that_one_of_two_networks_connects_train_by_the_one_that_is_nam
 
 
 @pytest.mark.soak
+def test_a_plain_script_on_such_machines_meets_and_sums_over_the_one_that_is_named(network: Make) -> None:
+    job = network(2)
+    job.machines.connect(*job.hosts)
+    job.cut(["host-0"], ["host-1"])
+    launchers = [job.launch(host, "--local-addr", SECOND_INTERFACE, script="train_plain.py") for host in job.hosts]
+    assert [launcher.wait() for launcher in launchers] == [0, 0], job.told()
+    results = job.results()
+    assert [result["total"] for result in results] == [2.0, 2.0]
+    assert {result["met_at"] for result in results} < {job.machines.second_address(host) for host in job.hosts}
+
+
+@pytest.mark.soak
 def test_workers_that_told_addresses_of_a_network_that_does_not_connect_them_say_whose_and_which_flag_changes_it(network: Make) -> None:
     job = network(2)
     job.machines.connect(*job.hosts)

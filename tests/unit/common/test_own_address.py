@@ -6,7 +6,17 @@ import socket
 
 import pytest
 from shoal_common.errors import ConfigurationError
-from shoal_common.own_address import OwnAddress, interface_of, interfaces, is_own, of_interface, resolved, route_towards
+from shoal_common.own_address import (
+    OwnAddress,
+    interface_of,
+    interfaces,
+    is_own,
+    name_for_others,
+    of_interface,
+    own_host,
+    resolved,
+    route_towards,
+)
 
 HERE = ("127.0.0.1", 7000)
 FOREIGN = "192.0.2.77"  # RFC 5737: no machine has it
@@ -68,6 +78,12 @@ def test_the_interfaces_are_those_of_the_kernel() -> None:
     assert interface_of(FOREIGN) is None
     assert of_interface("lo") == "127.0.0.1"
     assert of_interface("eth9") is None
+
+
+def test_a_service_is_named_by_an_interface_a_name_or_what_others_use() -> None:
+    assert own_host("lo") == "127.0.0.1"
+    assert own_host("elsewhere.example") == "elsewhere.example"
+    assert own_host("") in {name_for_others(), *(address for each in interfaces().values() for address in each), socket.gethostname()}
 
 
 def test_a_name_or_a_host_without_a_way_is_no_error_where_one_only_asks() -> None:

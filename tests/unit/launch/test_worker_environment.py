@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shoal.launcher.environment import NodePlacement, WorkerPlacement, inherited, metrics_listen, torchrun_variables
+from shoal.launcher.environment import NodePlacement, WorkerPlacement, inherited, interface_variables, metrics_listen, torchrun_variables
 
 
 def test_ranks_follow_the_node_and_the_index() -> None:
@@ -42,6 +42,18 @@ def test_a_cluster_of_the_launchers_own_is_not_shown_credentials_meant_for_anoth
     given = {"SHOAL_TOKEN": "secret", "SHOAL_TLS_CA": "/ca.pem", "PATH": "/bin"}
     assert not {"SHOAL_TOKEN", "SHOAL_TLS_CA"} & set(inherited(given, workers=1, local=True))
     assert inherited(given, workers=1, local=False)["SHOAL_TOKEN"] == "secret"
+
+
+def test_a_cluster_of_the_launchers_own_is_not_shown_addresses_that_other_machines_reach() -> None:
+    given = {"SHOAL_LOCAL_ADDR": "eth1", "SHOAL_LISTEN_ADDR": "0.0.0.0"}
+    assert not set(given) & set(inherited(given, workers=1, local=True))
+    assert given.items() <= inherited(given, workers=1, local=False).items()
+
+
+def test_torch_is_told_the_interface_where_nobody_has_said_another() -> None:
+    assert interface_variables({}, "eth1") == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
+    assert interface_variables({"GLOO_SOCKET_IFNAME": "eth0"}, "eth1") == {"NCCL_SOCKET_IFNAME": "=eth1"}
+    assert interface_variables({}, None) == {}
 
 
 def test_metrics_ports_do_not_collide() -> None:

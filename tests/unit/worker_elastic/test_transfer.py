@@ -118,11 +118,20 @@ def test_donors_that_differ_are_not_mixed() -> None:
     assert torch.equal(taken["x"], torch.zeros(3_000_000))
 
 
-def test_a_donor_that_is_gone_is_named() -> None:
+def test_peers_are_told_another_address_than_is_listened_on_where_they_reach_it_there() -> None:
+    donor = StateDonor("0.0.0.0", told="203.0.113.7")
+    host, _, port = donor.address.rpartition(":")
+    assert host == "203.0.113.7"
+    with donor.offering(state(), NONCE):
+        assert set(take_state([f"127.0.0.1:{port}"], NONCE, timeout=TIMEOUT)[0]) == set(state())
+    donor.close()
+
+
+def test_a_donor_that_is_gone_is_named_with_the_flag_that_says_where_it_is_reached() -> None:
     donor = StateDonor("127.0.0.1")
     address = donor.address
     donor.close()
-    with pytest.raises(UnavailableError, match=address):
+    with pytest.raises(UnavailableError, match=rf"{address} .*start its launcher with --local-addr \(SHOAL_LOCAL_ADDR\)"):
         take_state([address], NONCE, timeout=TIMEOUT)
 
 

@@ -208,7 +208,7 @@ def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetr
             local_index=settings.local_index,
             donor_address=donor.address,
             donor_key=donor.key,
-            metrics_address=_metrics_address(settings.metrics_listen, http.port, own) if http is not None else "",
+            metrics_address=metrics_address(settings.metrics_listen, http.port, own) if http is not None else "",
         )
         membership = Membership(client, identity, settings, host=own.told)
         session = Session(settings, membership, donor, metrics)
@@ -359,7 +359,7 @@ def _endpoint(coordinator: str) -> tuple[str, int]:
     return endpoint.host, endpoint.port
 
 
-def _metrics_address(listen: str | None, port: int, own: OwnAddress) -> str:
+def metrics_address(listen: str | None, port: int, own: OwnAddress) -> str:
     """What Prometheus is told, given where metrics are served; empty: it could not reach them there."""
     host = (listen or "").rpartition(":")[0].strip("[]")
     if is_unspecified(host):

@@ -1,0 +1,27 @@
+"""What Prometheus is told of where a worker's metrics are: never an address at which they are not served."""
+
+from __future__ import annotations
+
+import pytest
+from shoal_common.own_address import OwnAddress
+from shoal_worker.elastic.worker_process import metrics_address
+
+OWN = OwnAddress(told="10.0.0.1", bound="10.0.0.1")
+ALONE = OwnAddress(told="127.0.0.1", bound="127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("listen", "own", "told"),
+    [
+        ("0.0.0.0:0", OWN, "10.0.0.1:9100"),
+        ("[::]:0", OWN, "10.0.0.1:9100"),
+        ("10.0.0.2:0", OWN, "10.0.0.2:9100"),
+        ("127.0.0.1:0", ALONE, "127.0.0.1:9100"),
+        ("127.0.0.1:0", OWN, ""),
+        ("localhost:0", OWN, ""),
+        ("[::1]:0", OWN, ""),
+        ("[fd00::1]:0", OWN, "[fd00::1]:9100"),
+    ],
+)
+def test_it_is_where_they_are_served_or_nothing(listen: str, own: OwnAddress, told: str) -> None:
+    assert metrics_address(listen, 9100, own) == told

@@ -131,7 +131,7 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> PsServerSettin
         ("--listen", "HOST:PORT", "address of the gRPC service (default: 127.0.0.1:0, a free port)"),
         ("--bulk-port", "PORT", "TCP port of the bulk channel, on --listen's host (default: 0, a free port)"),
         ("--http", "HOST:PORT", "address of /metrics and /healthz (default: 127.0.0.1:0)"),
-        ("--advertise", "HOST|INTERFACE", "the host under which workers reach this server"),
+        ("--advertise", "HOST|INTERFACE", "the host under which workers reach this server (default: by SHOAL_LOCAL_ADDR, or found out)"),
         ("--data-dir", "DIR", "where the journal and the snapshot are kept; read at the start (default: neither)"),
         (
             "--fsync",

@@ -21,7 +21,6 @@ from urllib.parse import quote
 
 from shoal_common.errors import DeadlineError, UnavailableError
 from shoal_common.scratch import ScratchDirectory
-from shoal_common.settings import Address
 
 from shoal.launcher.jobs import JobSettings
 from shoal.launcher.ports import ReservedPort, ServiceAddresses, read_port_file
@@ -53,7 +52,7 @@ class Service:
         where it listens. Raises OSError if `host` is not this machine's."""
         self.name = name
         self._port = ReservedPort(host)
-        self.address = str(Address(host, self._port.port))
+        self.address = f"[{host}]:{self._port.port}" if ":" in host else f"{host}:{self._port.port}"
         """host:port of its gRPC service: known before it serves, and kept over restarts."""
         self.log = directory / f"{name}.log"
         self._port_file = directory / f"{name}.json"

@@ -18,7 +18,6 @@ from typing import IO, Final
 
 from shoal_common.own_address import OwnAddress, interface_of
 from shoal_common.runs import Run
-from shoal_common.settings import parse_address
 
 from shoal.launcher.credentials import secrets_as_files
 from shoal.launcher.environment import (
@@ -171,6 +170,8 @@ class WorkerStarter:
         settings = self._settings
         if settings.endpoint is None or not settings.local_address:
             return {}
+        from shoal_common.settings import parse_address  # it imports pydantic, which workers need not wait for
+
         endpoint = parse_address(settings.endpoint)
         own = OwnAddress.find(settings.local_address, settings.listen_address, towards=(endpoint.host, endpoint.port))
         return interface_variables(os.environ, interface_of(own.told))

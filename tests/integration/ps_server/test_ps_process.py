@@ -334,8 +334,8 @@ def test_help_names_every_setting() -> None:
     shown = subprocess.run(
         [sys.executable, "-m", "shoal_ps_server", "--help"], capture_output=True, text=True, check=True, timeout=60
     ).stdout
-    for field in PsServerSettings.model_fields:
-        assert f"--{field.replace('_', '-')}" in shown
+    for name, field in PsServerSettings.model_fields.items():
+        assert (field.validation_alias or f"--{name.replace('_', '-')}") in shown
 
 
 def test_the_port_file_names_both_addresses_and_the_process(cluster, tmp_path) -> None:

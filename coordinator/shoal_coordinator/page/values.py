@@ -1,6 +1,6 @@
 """Jobs, events and points as plain values for JSON. Names are those of `shoal status --json`, where it has the same.
 
-Numbers that are not known are null; times are milliseconds of the Unix epoch, by the Redis server's clock.
+What is not known, or not there, is null; times are milliseconds of the Unix epoch, by the Redis server's clock.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def job_values(job: ObservedJob) -> dict[str, Any]:
         "ended_unix_ms": state.ended_unix_ms or None,
         "phase": state.phase,
         "ending": state.ending or None,
-        "ending_reason": state.stop_reason,
+        "ending_reason": state.stop_reason or None,
         "generation": state.number,
         "generation_cause": None if state.generation is None else state.generation.cause,
         "world_size": job.world_size,
         "min_workers": spec.min_workers,
         "max_workers": spec.max_workers,
         "now_unix_ms": job.now.unix_ms,
-        "waits_for": state.stall.text if state.stall is not None else "",
+        "waits_for": state.stall.text if state.stall is not None else None,
         "newest_step": job.newest_step,
         "without_progress_s": job.without_progress_s,
         "members": shown,
@@ -113,7 +113,7 @@ def _member(job: ObservedJob, member: Member, rank: int | None) -> dict[str, Any
         "waiting_s": progress.waiting_s,
         "waiting_in": progress.waiting_in,
         "silent_s": None if pulse is None else pulse.silent_ms(job.now.ms) / 1000,
-        "note": note_of(job.state, member, pulse, job.now.ms),
+        "note": note_of(job.state, member, pulse, job.now.ms) or None,
     }
 
 

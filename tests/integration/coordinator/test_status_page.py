@@ -15,7 +15,10 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
+from shoal.cli.view import job_json
+from shoal.client import Client
 from shoal_common.redis import EmbeddedRedis, connect
+from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from tests.integration.coordinator.harness import Coordinator, Job, Server, create_job, eventually
@@ -53,7 +56,7 @@ def test_a_job_is_told_with_its_ranks_and_how_far_each_is(make_job: MakeJob, sha
     b.beat(1, sequence=1, step=7, loss=math.nan, samples_per_s=50)
     seen = eventually(lambda: (now := of(shared_coordinator, job))["members"][1]["step"] == 7 and now["newest_step"] == 9 and now, "beats")
     assert (seen["phase"], seen["run"], seen["generation"], seen["world_size"]) == ("running", 1, 1, 2)
-    assert (seen["min_workers"], seen["max_workers"], seen["members_total"], seen["waits_for"]) == (2, 2, 2, "")
+    assert (seen["min_workers"], seen["max_workers"], seen["members_total"], seen["waits_for"]) == (2, 2, 2, None)
     first, second = seen["members"]
     assert (first["rank"], first["member_id"], first["host"], first["pid"], first["phase"]) == (0, "a", "h7", 41, "ranked")
     assert (first["loss"], first["steps_behind"], first["samples_per_s"]) == (0.5, 0, 100)
@@ -62,6 +65,20 @@ def test_a_job_is_told_with_its_ranks_and_how_far_each_is(make_job: MakeJob, sha
     assert (listed["world_size"], listed["newest_step"], listed["phase"]) == (2, 9, "running")
     history = eventually(lambda: [p for p in of(shared_coordinator, job)["history"] if p[1] == 9], "a point of the history")
     assert history[-1][1:] == [9, 0.5, 150, 2]
+
+
+def test_names_are_those_of_shoal_status(make_job: MakeJob, make_server: Callable[..., Server], shared_coordinator: Coordinator) -> None:
+    job = make_job(together=1, parameter_servers=1)
+    job.form("a")
+    make_server(job, "s0").told("welcome")
+    with Client(ChannelSettings(address=shared_coordinator.address)) as client:
+        as_status = job_json(client.job(job.job_id))
+    seen = of(shared_coordinator, job)
+    assert as_status.keys() <= seen.keys()
+    for part in ("members", "servers"):
+        assert as_status[part][0].keys() - {"metrics_address"} <= seen[part][0].keys()
+    same = ("job_id", "run", "phase", "ending", "ending_reason", "generation", "world_size", "min_workers", "max_workers", "waits_for")
+    assert {name: as_status[name] for name in same} == {name: seen[name] for name in same}
 
 
 def test_events_are_told_from_the_newest_ones_on(make_job: MakeJob, shared_coordinator: Coordinator) -> None:

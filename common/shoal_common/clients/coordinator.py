@@ -27,6 +27,8 @@ class CoordinatorClient:
 
     def __init__(self, settings: ChannelSettings, *, interceptors: Sequence[Any] = ()) -> None:
         self._caller = Caller(settings, interceptors, CoordinatorStub)
+        self.address = settings.address
+        """host:port of the coordinator."""
         self.run: pb.RunId | None = None
         """The run that the caller belongs to, of whatever job it asks about; None: it belongs to none, and asks about the newest."""
 

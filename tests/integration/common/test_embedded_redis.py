@@ -92,6 +92,12 @@ def test_with_a_host_it_listens_there_too_and_asks_for_a_password_that_a_restart
     assert stat.S_IMODE((tmp_path / "access.conf").stat().st_mode) == 0o600
 
 
+def test_its_host_may_be_an_address_of_ipv6(tmp_path):
+    with EmbeddedRedis.from_url(f"embedded://[::1]{tmp_path}") as server, redis.Redis.from_url(server.url) as client:
+        assert client.ping()
+        assert urlsplit(server.url).hostname == "::1"
+
+
 @pytest.mark.parametrize("url", ["embedded://no.such.host.invalid", "embedded://user:pw@127.0.0.2", "embedded://127.0.0.2:6379"])
 def test_a_host_that_is_none_is_named(url):
     with pytest.raises(ConfigurationError, match=r"no\.such\.host|expected embedded://"):

@@ -32,6 +32,12 @@ def test_an_interface_an_address_and_a_host_name_come_to_the_same(said: str) -> 
     assert OwnAddress.find(said, None, towards=HERE) == OwnAddress(told="127.0.0.1", bound="127.0.0.1")
 
 
+def test_of_an_interface_with_both_families_that_of_the_coordinator_is_taken() -> None:
+    assert interfaces()["lo"] == ["127.0.0.1", "::1"], "this test needs a loopback interface with IPv4 and IPv6"
+    assert OwnAddress.find("lo", None, towards=HERE).told == "127.0.0.1"
+    assert OwnAddress.find("lo", None, towards=("::1", 7000)).told == "::1"
+
+
 def test_an_address_in_brackets_is_one() -> None:
     assert OwnAddress.find(f"[{FOREIGN}]", "lo", towards=HERE).told == FOREIGN
 

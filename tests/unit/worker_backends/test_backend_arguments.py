@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import ClassVar
 
@@ -78,6 +79,24 @@ def test_a_hostname_of_another_machine_is_refused() -> None:
     backend = GlooBackend()
     with pytest.raises(ConfigurationError, match=r"hostname='192\.0\.2\.1'.*expected an address or name of this host"):
         backend.initialize(rank=0, world_size=1, store=dist.HashStore(), hostname="192.0.2.1")
+
+
+def test_ranks_of_different_address_families_are_told_so() -> None:
+    store = dist.HashStore()
+
+    def connect(rank: int) -> str:
+        backend = GlooBackend()
+        with pytest.raises(ConfigurationError) as refused:
+            backend.initialize(
+                rank=rank, world_size=2, store=store, hostname=["127.0.0.1", "::1"][rank], connect_timeout=timedelta(seconds=30)
+            )
+        return str(refused.value)
+
+    with ThreadPoolExecutor(2) as ranks:
+        told = list(ranks.map(connect, range(2)))
+    for each in told:
+        assert "rank 0 listens at 127.0.0.1 and rank 1 at ::1: Gloo connects ranks of one family alone" in each
+        assert "--local-addr" in each
 
 
 def test_collectives_before_initialize_say_what_to_call() -> None:

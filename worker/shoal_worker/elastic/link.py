@@ -134,7 +134,8 @@ class CoordinatorLink:
                 if left_s <= 0:
                     raise DeadlineError(
                         f"waited {timeout.total_seconds():.0f} s for the coordinator to accept this member into "
-                        f"job {self.identity.job_id!r}; check SHOAL_COORDINATOR and that the coordinator runs"
+                        f"job {self.identity.job_id!r}, at {self.client.address} (SHOAL_COORDINATOR); check that it runs, and that this "
+                        "machine reaches it there"
                     )
                 # In slices: SIGTERM marks the member as draining and cannot notify.
                 self._changed.wait(min(_DRAIN_LOOK_S, left_s))

@@ -80,7 +80,11 @@ def connect_gloo(
             undo.callback(sums.close)
             sums_with(sums)
         names.set(str(rank), f"{host} {port}|{sums.door if sums is not None else ''}")
-        group = _connect_native(device, store, rank, world_size, connect_timeout, timeout)
+        try:
+            group = _connect_native(device, store, rank, world_size, connect_timeout, timeout)
+        except RuntimeError:
+            _check_families(names, world_size)
+            raise
         told = [name.decode().partition("|") for name in names.multi_get([str(peer) for peer in range(world_size)])]
         endpoints = [endpoint.rsplit(" ", 1) for endpoint, _, _ in told]
         sockets = GroupSockets(listener, {(host, int(port)) for peer, (host, port) in enumerate(endpoints) if peer != rank})
@@ -92,6 +96,23 @@ def connect_gloo(
             sums = None
         undo.pop_all()
     return GlooGroup(process_group=group, sockets=sockets, sums=sums, timeout=timeout)
+
+
+def _check_families(names: Store, world_size: int) -> None:
+    """Raises ConfigurationError where some ranks listen at IPv4 addresses and others at IPv6 ones: Gloo connects no two of them, whatever
+    generation they meet in."""
+    everybody = [str(rank) for rank in range(world_size)]
+    if not names.check(everybody):
+        return
+    hosts = [told.decode().partition("|")[0].rpartition(" ")[0] for told in names.multi_get(everybody)]
+    sixes = [rank for rank, host in enumerate(hosts) if ":" in host]
+    fours = [rank for rank, host in enumerate(hosts) if ":" not in host]
+    if sixes and fours:
+        raise ConfigurationError(
+            f"rank {fours[0]} listens at {hosts[fours[0]]} and rank {sixes[0]} at {hosts[sixes[0]]}: Gloo connects ranks of one family "
+            f"alone, IPv4 or IPv6; {REACHED_ELSEWHERE}",
+            reason="ADDRESS_FAMILIES_DIFFER",
+        )
 
 
 def _listen(host: str, rank: int, world_size: int) -> ShortSums | None:

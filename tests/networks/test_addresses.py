@@ -66,6 +66,19 @@ def test_machines_that_have_ipv6_alone_train(network: Make) -> None:
 
 
 @pytest.mark.soak
+def test_machines_with_both_families_train_by_the_one_that_is_named(network: Make) -> None:
+    """The coordinator is reached by IPv4."""
+    job = network(2)
+    for number, host in enumerate(job.hosts):
+        job.machines.configure(host, "ip", "address", "add", f"fd78::{number + 1}/64", "nodad", "dev", INTERFACE)
+        job.launch(host, "--local-addr", f"fd78::{number + 1}")
+    job.cut(["host-0"], ["host-1"])  # of IPv4
+    job.wait_all_train()
+    job.check_all_stayed()
+    job.finish()
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("ipv6", [False, True])
 def test_a_parameter_server_whose_name_means_nothing_to_others_is_reached_by_workers(network: Make, ipv6: bool) -> None:
     """With IPv4 the machine's name is 127.0.1.1 there, as Debian has it; with IPv6 it does not resolve."""

@@ -94,7 +94,7 @@ class CallerSettings(_SecuritySettings):
     """Own certificate chain (PEM), for mutual TLS."""
 
     tls_key: Path | None = None
-    """Its private key (PEM)."""
+    """The private key (PEM) of `tls_cert`."""
 
     @property
     def bearer_token(self) -> str | None:
@@ -111,7 +111,10 @@ class CallerSettings(_SecuritySettings):
 
     @property
     def calling_tls(self) -> TlsSettings | None:
-        """For calls; None: plain text. Raises ConfigurationError for a certificate without its key."""
+        """How calls to other services use TLS; None: they are in plain text.
+
+        Raises ConfigurationError for a certificate without its key.
+        """
         if self.tls_ca is None and self.tls_cert is None and self.tls_key is None:
             return None
         return TlsSettings(authority=self.tls_ca, certificate=self.tls_cert, key=self.tls_key)
@@ -127,7 +130,7 @@ class ServiceSettings(_SecuritySettings):
     """Certificate chain of this service (PEM); None: plain text."""
 
     tls_key: Path | None = None
-    """Its private key (PEM)."""
+    """The private key (PEM) of `tls_cert`."""
 
     tls_client_ca: Path | None = None
     """Mutual TLS: certificates (PEM) that clients' must be signed by; None: clients need none."""
@@ -137,7 +140,10 @@ class ServiceSettings(_SecuritySettings):
 
     @property
     def serving_tls(self) -> TlsSettings | None:
-        """For serving; None: plain text. Raises ConfigurationError for half of a pair, or for a client CA without a certificate."""
+        """How this service uses TLS; None: it serves in plain text.
+
+        Raises ConfigurationError for half of a pair, or for a client CA without a certificate.
+        """
         if self.tls_cert is None and self.tls_key is None:
             if self.tls_client_ca is not None:
                 raise ConfigurationError(

@@ -13,10 +13,10 @@ SECRETS: Final = ("SHOAL_TOKEN", "SHOAL_STORE_URL")
 """Variables of callers whose values are secrets. Each has a brother of the same name with _FILE: where the secret is read."""
 
 _OF_ONE_PROCESS: Final = ("SHOAL_MEMBER_KEY",)
-"""Those that are given to no other process."""
+"""Variables whose values are secrets of one process, given to no other."""
 
 SERVICE_SECRETS: Final = ("SHOAL_PS_SERVER_TOKEN", "SHOAL_COORDINATOR_REDIS", "SHOAL_COORDINATOR_STORE_URL")
-"""Those of services, which start nothing that runs a user's code."""
+"""Variables whose values are secrets of services, which start nothing that runs a user's code."""
 
 _taken: dict[str, str] = {}
 """Variable -> the secret that this process's environment had there."""

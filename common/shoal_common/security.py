@@ -77,8 +77,10 @@ class TokenTable:
     """Which token has which role, in which job. Immutable, so threads may share it."""
 
     def __init__(self, roles: Mapping[str, Role | str] | None = None) -> None:
-        """From token -> role, or `role@job`. Raises ConfigurationError for an unknown role, a job that cannot be, or a token that no HTTP
-        header can carry."""
+        """`roles`: token -> role, or `role@job`.
+
+        Raises ConfigurationError for an unknown role, a job that cannot be, or a token that no HTTP header can carry.
+        """
         self._holders: dict[bytes, Holder] = {}
         for position, (token, role) in enumerate((roles or {}).items(), start=1):
             self._add(token, role, f"token {position}")
@@ -90,8 +92,8 @@ class TokenTable:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> TokenTable:
-        """From lines `role: token` or `role@job: token`; blank lines and lines starting with # are skipped. A file without tokens is
-        refused."""
+        """Reads a table from lines `role: token` or `role@job: token`; blank lines and lines starting with # are skipped. A file without
+        tokens is refused."""
         table = cls()
         try:
             lines = Path(path).read_text(encoding="utf-8").splitlines()

@@ -117,7 +117,7 @@ class Metrics:
         self.backup_in_sync = Gauge("shoal_ps_backup_in_sync", "1 while a backup has all that this server acknowledged.", registry=registry)
 
     def watch_disk(self, path: Path) -> None:
-        """From now on each scrape looks at the disk with this directory."""
+        """Has each scrape from now on tell the size of the disk with the directory `path`, and what is free there."""
         self.disk_bytes.set_function(lambda: shutil.disk_usage(path).total)
         self.disk_free_bytes.set_function(lambda: shutil.disk_usage(path).free)
 

@@ -43,7 +43,7 @@ class Cluster:
         self.local = self._stack.enter_context(LocalCluster(settings))
         client = self.local.client
         client.create_job(JobSettings(job_id=OTHER, min_workers=1, max_workers=2, parameter_servers=1).message())
-        job = Job(None, client, SERVED)  # type: ignore[arg-type]  # of the coordinator it needs the client alone
+        job = Job(None, client, SERVED)
         (self.member,) = job.form(MEMBER)
         self._stack.callback(self.member.kill)
         tensors = [coordinator_pb2.TensorSpec(name="weight", shape=[_ELEMENTS], dtype="float32")]

@@ -35,7 +35,7 @@ class ObservedJob:
 
     @property
     def without_progress_s(self) -> float:
-        """For how long no rank has come to another step, border or operation; 0 while the job does not train."""
+        """Seconds for which no rank has come to another step, border or operation; 0 while the job does not train."""
         ranked = {} if self.state.generation is None or not self.trains else self.state.generation.rank_of
         moved_ms = [pulse.moved_ms for member_id, pulse in self.pulses.members.items() if member_id in ranked]
         return max(0, self.now.ms - max(moved_ms)) / 1000 if moved_ms else 0.0

@@ -47,7 +47,7 @@ class Number(Graph):
     """A panel with the newest value of each query in large digits."""
 
     bad_above: float | None = None
-    """From where on it is red; None: it is neither good nor bad."""
+    """The value above which the number is red; None: no value is good or bad."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class Board:
     uid: str
     title: str
     text: str
-    """For whom it is."""
+    """Who opens the dashboard, and for what."""
     rows: Sequence[tuple[str, Sequence[Graph]]]
 
 

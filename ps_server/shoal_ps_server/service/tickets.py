@@ -20,7 +20,7 @@ MOST_OF_ONLOOKERS: Final = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Speaker:
-    """For whom a bulk connection speaks."""
+    """The member, or the reader, that a bulk connection speaks for."""
 
     member_id: str
     """Empty: for nobody."""

@@ -58,9 +58,9 @@ class WorkerIdentity:
     record_directory: Path | None
     allow_restart_from_scratch: bool
     local_address: str | None = None
-    """What was said of where others reach this machine; None: nothing."""
+    """`--local-addr`, where others reach this machine; None: it was not given."""
     listen_address: str | None = None
-    """What was said of where it listens; None: nothing."""
+    """`--listen-addr`, where this machine's workers listen; None: it was not given."""
 
 
 def torchrun_variables(

@@ -78,7 +78,8 @@ class Coordinator:
 class Job:
     """A job of a coordinator, and its members."""
 
-    def __init__(self, coordinator: Coordinator, client: CoordinatorClient, job_id: str) -> None:
+    def __init__(self, coordinator: Coordinator | None, client: CoordinatorClient, job_id: str) -> None:
+        """`coordinator`: None where somebody else runs it."""
         self.coordinator = coordinator
         self.client = client
         self.job_id = job_id

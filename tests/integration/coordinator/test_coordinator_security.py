@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -75,7 +75,7 @@ def status_and_details(channel: grpc.Channel, method: str, message: bytes, *meta
         if descriptor.server_streaming:
             list(answer)
     except grpc.RpcError as error:
-        return error.code(), error.details() or ""  # type: ignore[attr-defined]
+        return cast(grpc.Call, error).code(), cast(grpc.Call, error).details() or ""
     return grpc.StatusCode.OK, ""
 
 

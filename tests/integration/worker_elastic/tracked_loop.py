@@ -24,5 +24,8 @@ for _ in loader.epochs(2):
             shoal.report(loss=float(loader.global_step))
             shoal.save_checkpoint(os.environ["CHECKPOINTS"], every_steps=4)
         optimizer.zero_grad()
+        give_up_at = time.monotonic() + 60
         while loader.global_step == 5 and not Path(os.environ["CHECKPOINTS"], "step-4").exists():
-            time.sleep(0.01)  # it is written beside the training, and some tests kill that soon
+            # It is written beside the training, by a thread that tells nobody, and some tests kill that soon.
+            assert time.monotonic() < give_up_at, "step-4 was not written within 60 s"
+            time.sleep(0.01)

@@ -13,7 +13,7 @@ from shoal.cli import app as commands
 from shoal_common.security import Role
 from shoal_coordinator.service.methods import ALLOWED_ROLES as COORDINATOR
 from shoal_ps_server.service.servicer import ALLOWED_ROLES as SERVER
-from typer.main import get_command
+from typer.main import get_group
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs/security.md").read_text()
@@ -61,12 +61,12 @@ def test_the_page_has_each_port_and_each_flag_of_security_that_a_service_takes(
 
 
 def test_every_command_that_speaks_to_a_cluster_has_the_flags() -> None:
-    group = get_command(commands.app)
+    group = get_group(commands.app)
     with_flags = {
         name
-        for name, command in group.commands.items()  # type: ignore[attr-defined]
+        for name, command in group.commands.items()
         if {"--tls-ca", "--tls-cert", "--tls-key", "--token-file"} <= {option for each in command.params for option in each.opts}
     }
-    assert with_flags == set(group.commands) - LOCAL  # type: ignore[attr-defined]
+    assert with_flags == set(group.commands) - LOCAL
     for name in with_flags:
         assert f"`{name}`" in PAGE

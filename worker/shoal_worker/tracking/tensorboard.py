@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,12 +27,8 @@ class TensorBoard:
 
         Raises ConfigurationError if the package is not installed.
         """
-        try:
-            import tensorboard  # noqa: F401
-        except ImportError as error:
-            raise ConfigurationError(
-                f"shoal.TensorBoard needs the package tensorboard ({error}); install it with `pip install 'shoal[tensorboard]'`"
-            ) from error
+        if find_spec("tensorboard") is None:
+            raise ConfigurationError("shoal.TensorBoard needs the package tensorboard; install it with `pip install 'shoal[tensorboard]'`")
         self._directory = Path(directory)
         self._writer: SummaryWriter | None = None
 

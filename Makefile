@@ -8,17 +8,22 @@ SHELL := /bin/bash
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3,$(shell $(name) -c 'import sys; print("$(name)" if sys.version_info >= (3, 11) else "")' 2>/dev/null)))
 PYTEST_ARGS ?=
-# Two processes run the tests: most tests wait for other processes half of their time. A test that is stuck ends its process, and so the run.
+DIST ?= dist
+# Tests wait for other processes, and for leases, a good part of their time: on two cores three processes run them, or two where they compute.
+# A test that is stuck ends its process, and so the run.
 IN_TWO := --numprocesses=2 --max-worker-restart=0
+IN_THREE := --numprocesses=3 --max-worker-restart=0
 
 BIN := .venv/bin
 DISTRIBUTIONS := protos common coordinator ps_server worker sdk
+# Not --quiet: with it MkDocs overlooks the warnings that --strict is to fail for.
+SITE = NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict 2>&1 | { grep -v '^INFO' || true; }
 PROTOS := $(wildcard protos/shoal_protos/v1/*.proto)
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) $(PROTOS)
 
 .PHONY: help
 help: ## Say what there is
-	@sed -nE 's/^([a-z]+):.*## (.*)/make \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do printf '%-16s %s\n' "$$target" "$$text"; done
+	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do printf '%-18s %s\n' "$$target" "$$text"; done
 
 # ------------------------------------------------------------------------------------------------------------------------------- to run
 
@@ -28,11 +33,15 @@ demo: .venv/installed ## Train on handwritten digits on a cluster of processes, 
 
 .PHONY: test
 test: .venv/installed ## Run the tests (about 10 minutes on 2 cores); PYTEST_ARGS='-x -k name' narrows them
-	$(BIN)/python -m pytest $(IN_TWO) --dist=loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(IN_THREE) --dist=loadfile $(PYTEST_ARGS)
 
 .PHONY: test-slow
-test-slow: .venv/installed ## Run the tests that take long beside what they add to make test (about 8 minutes, 2 of them where SLURM is installed)
-	$(BIN)/python -m pytest $(IN_TWO) --dist=worksteal -m slow $(PYTEST_ARGS)
+test-slow: .venv/installed ## Run the tests that take long beside what they add to make test (about 10 minutes, 2 of them where SLURM is installed, 2 on Ray)
+	$(BIN)/python -m pytest $(IN_THREE) --dist=worksteal -m 'slow and not matrix' $(PYTEST_ARGS)
+
+.PHONY: test-compose
+test-compose: .venv/installed ## Build the images and take compose.yaml's cluster through faults in podman, twice (about 10 minutes), where podman runs
+	$(BIN)/python -m pytest tests/compose $(PYTEST_ARGS)
 
 .PHONY: parity
 parity: .venv/installed ## Run what make test leaves out of the parity matrix and of other large products of cases; write docs/parity.md
@@ -57,13 +66,26 @@ chaos: .venv/installed ## Run soaks, cut networks, simulated schedules (SEEDS, F
 bench: .venv/installed .venv-peers/installed ## Measure the figures, side by side with torchrun, torchft and DeepSpeed (about two and a half hours)
 	$(BIN)/python -m benchmarks
 
+# ----------------------------------------------------------------------------------------------------------------------------- to hand on
+
+.PHONY: dist
+dist: .venv/installed ## Build the wheels of all packages in dist/ (docs/install.md says how to install them)
+	@rm -f $(DIST)/shoal-*.whl $(DIST)/shoal_*.whl
+	@$(BIN)/pip wheel --quiet --no-deps --wheel-dir $(DIST) $(DISTRIBUTIONS:%=./%)
+	@echo "six wheels are in $(DIST)"
+
+.PHONY: docs
+docs: reference .venv-docs/installed ## Build the documentation's site in out/docs: open out/docs/index.html; it needs no network
+	@$(SITE)
+	@echo "the site is in out/docs; with the search: python -m http.server --directory out/docs"
+
 # ---------------------------------------------------------------------------------------------------------------------- verify and fix
 
 .PHONY: verify
-verify: verify-stubs verify-style verify-types verify-imports verify-text verify-deployment verify-images ## Check everything but behaviour
+verify: verify-stubs verify-style verify-types verify-imports verify-text verify-docs verify-deployment verify-images ## Check everything but behaviour
 
 .PHONY: fix
-fix: protos dashboards ## Regenerate and reformat all that a tool can
+fix: protos dashboards reference ## Regenerate and reformat all that a tool can
 	$(BIN)/ruff check --fix --quiet .
 	$(BIN)/ruff format .
 
@@ -74,6 +96,14 @@ protos: .venv/installed ## Regenerate the gRPC stubs
 .PHONY: dashboards
 dashboards: .venv/installed ## Regenerate the Grafana dashboards
 	PYTHONPATH=docker/grafana $(BIN)/python -m shoal_dashboards
+
+.PHONY: reference
+reference: .venv/installed ## Write docs/reference/commands.md and environment.md from the code
+	$(BIN)/python -m docsite
+
+.PHONY: verify-docs
+verify-docs: .venv-docs/installed
+	$(SITE)
 
 .PHONY: verify-stubs
 verify-stubs: .venv/installed
@@ -122,7 +152,14 @@ verify-images: .venv/installed
 	@echo "Installing into .venv (about a minute, once)"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet -c constraints.txt -r dev-requirements.txt \
-		-e protos -e common -e coordinator -e ps_server -e 'worker[mpi]' -e 'sdk[demo,tensorboard]'
+		-e protos -e common -e coordinator -e ps_server -e 'worker[mpi]' -e 'sdk[demo,mlflow,ray,tensorboard,transformers]'
+	@touch $@
+
+.venv-docs/installed: docs-requirements.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: none found as python3.11 or python3; name one with PYTHON=..."; exit 1; }
+	@echo "Installing what the documentation's site is built with into .venv-docs"
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --quiet --no-deps -r docs-requirements.txt
 	@touch $@
 
 .venv-peers/installed: benchmarks/peers-constraints.txt
@@ -140,5 +177,5 @@ secrets: ## Make the tokens and passwords that compose.yaml mounts (docker/secre
 
 .PHONY: clean
 clean: ## Remove the environments, caches and outputs
-	rm -rf .venv .venv-peers out dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-docs .venv-peers out dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

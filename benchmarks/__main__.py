@@ -46,7 +46,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="name the tables and end")
     parser.add_argument("--quick", action="store_true", help="few repetitions, rough figures")
     parser.add_argument("--output", type=Path, default=Path("out/bench"), help="where JSON, Markdown and plots go")
-    parser.add_argument("--docs", type=Path, metavar="DIR", help="write DIR/benchmarks.md and plots from what --output holds, and end")
+    parser.add_argument(
+        "--docs",
+        type=Path,
+        metavar="DIR",
+        help="write DIR/benchmarks/tables.md, plots and the tables of other pages from what --output holds, and end",
+    )
     options = parser.parse_args(arguments)
     if unknown := [table for table in options.tables if table not in keys]:
         parser.error(f"no table named {', '.join(unknown)}; there are {', '.join(keys)}")

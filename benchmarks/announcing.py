@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import re
@@ -41,6 +42,8 @@ DEATHS: Final = 10
 BEATS: Final = 5
 """Heartbeats of each member, one after another as quickly as the coordinator takes them."""
 JOIN_TARGET_S: Final = 5.0
+BARE_JOINED_S: Final = 2.9
+"""What bare grpcio took on the machine for which the target was set."""
 DEATH_TARGET_S: Final = 0.1
 BYTES_TARGET: Final = 200
 _MOST_TOLD: Final = 50_000
@@ -103,7 +106,8 @@ def measure(options: Options) -> Table:
         key="t12",
         title="Thousands of members: joins to one generation, and until all know of a death",
         target=(
-            f"10 000 paced joins to one generation <= {JOIN_TARGET_S:g} s on one core; 2000 members: all told of a death in "
+            f"10 000 paced joins to one generation <= {JOIN_TARGET_S:g} s on one core, set where bare grpcio took {BARE_JOINED_S:g} s, so "
+            f"<= {JOIN_TARGET_S / BARE_JOINED_S:.2f} x; 2000 members: all told of a death in "
             f"{DEATH_TARGET_S:g} s; <= {BYTES_TARGET} bytes a member and change"
         ),
         method=(
@@ -114,7 +118,8 @@ def measure(options: Options) -> Table:
             "it before the next. A change's bytes are those of the message about it, without HTTP/2's. Heartbeats: all members send "
             f"{BEATS} each, and the coordinator's own counter says when it has them. The table is the whole answer of GetRanks, which a "
             "member asks for at most once. Bare grpcio: a server that holds the same streams, answers the first message, and passes on "
-            "one message of about the same size to all; Python's garbage collection is set as in the coordinator."
+            "one message of about the same size to all; Python's garbage collection is set as in the coordinator, and "
+            "off where the members are."
         ),
         columns=("joined, s", "server's processor, s", "death p50, ms", "p99, ms", "last, ms", "bytes", "heartbeats/s", "table, kB"),
         rows=rows,
@@ -220,12 +225,15 @@ async def _crowd(address: str) -> AsyncIterator[Crowd]:
 
 @contextlib.contextmanager
 def _beside_the_server() -> Iterator[None]:
-    """This process keeps off the server's core, where there are two."""
+    """This process keeps off the server's core, where there are two, and does not stop to look for garbage: thousands of members would be
+    told some 30 ms later by it."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores - {min(cores)} or cores)
+    gc.disable()
     try:
         yield
     finally:
+        gc.enable()
         os.sched_setaffinity(0, cores)
 
 
@@ -268,8 +276,10 @@ def _verdict(measured: Sequence[Measured]) -> str:
     told = []
     if (largest := found.get(("coordinator", 10_000))) is not None:
         bare = found.get(("bare grpcio", 10_000))
-        beside = f", bare grpcio {bare.joined_s:.1f} s" if bare is not None else ""
-        told.append(f"10 000 joins {largest.joined_s:.1f} s{beside} ({_reached(largest.joined_s <= JOIN_TARGET_S)})")
+        told.append(f"10 000 joins {largest.joined_s:.1f} s ({_reached(largest.joined_s <= JOIN_TARGET_S)})")
+        if bare is not None:
+            ratio = largest.joined_s / bare.joined_s
+            told.append(f"{ratio:.2f} x bare grpcio's {bare.joined_s:.1f} s ({_reached(ratio <= JOIN_TARGET_S / BARE_JOINED_S)})")
     if (many := found.get(("coordinator", 2000))) is not None:
         last_s = statistics.median(many.last_s)
         bare = found.get(("bare grpcio", 2000))

@@ -206,7 +206,7 @@ def _row(case: Case, ranks: int) -> Row:
     flags = f"--nproc-per-node {ranks}" + (f" --servers {case.servers}" if case.servers else "")
     command = f"shoal run --standalone {flags} -m benchmarks.workers.account --strategy {case.strategy} {' '.join(more[:3])} '{more[3]}'"
     try:
-        account = Account.of(_launch(case, ranks, more), with_received=bool(case.servers))
+        account = Account.of(launch(case, ranks, more), with_received=bool(case.servers))
     except MeasurementError as error:
         return Row(name=name, command=command, cells={}, failure=str(error))
     roles = ("parameters", "gradients", "optimizer", "mirrors", "peak", "sent", "sent_to_mirrors")
@@ -219,7 +219,7 @@ def _row(case: Case, ranks: int) -> Row:
     return Row(name=name, command=command, cells=cells, samples=figures)
 
 
-def _launch(case: Case, ranks: int, more: Sequence[str]) -> list[dict[str, float]]:
+def launch(case: Case, ranks: int, more: Sequence[str]) -> list[dict[str, float]]:
     with Stage() as stage:
         output: Path = stage.directory / "accounts"
         output.mkdir()

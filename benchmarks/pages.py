@@ -1,14 +1,15 @@
 """Writes the documentation's figures from what was measured: `python -m benchmarks --docs docs`.
 
-`docs/benchmarks.md` and its plots are made whole. Other pages take single tables: between the lines `<!-- figures: t8 -->` and
-`<!-- end of figures -->` stands what this module puts there. Nothing is measured here.
+`docs/benchmarks/tables.md` and the plots beside it are made whole: all tables, as they were measured. Other pages take single tables:
+between the lines `<!-- figures: t8 -->` and `<!-- end of figures -->` stands what this module puts there. `<!-- figures: all -->` takes a
+line for each table, with its target and what was reached: so does `docs/benchmarks.md`, the page to look at. Nothing is measured here.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -16,16 +17,17 @@ from typing import Final
 from benchmarks.errors import MeasurementError
 from benchmarks.report import Table, grid, markdown, read
 
-_PAGE: Final = "benchmarks.md"
+_PAGE: Final = "tables.md"
+_ALL: Final = "all"
 _PLOTS: Final = "benchmarks"
 _INSERTED: Final = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 _HEADER: Final = """\
-# Figures
+# All tables
 
-Measured side by side with the peers on one machine; each table says on what, by which command and how busy the machine was before. Tables
-may be of different days. `make bench` makes all of them again (about two and a half hours on two quiet cores, one for T13), and
-`python -m benchmarks t2` one; `python -m benchmarks --docs docs` writes this page from what was measured last. What was not reached says
-so; [where-the-time-goes.md](benchmarks/where-the-time-goes.md) says where the time goes.
+Each table as it was measured: side by side with the peers on one machine. It says on what, by which command and how busy the machine was
+before; tables may be of different days. [The figures at a glance](../benchmarks.md) are a page of their own. `make bench` makes all of them
+again (about two and a half hours on two quiet cores, one for T13), and `python -m benchmarks t2` one; `python -m benchmarks --docs docs`
+writes this page from what was measured last. [Where the time goes](where-the-time-goes.md) has diaries of measurements.
 """
 
 
@@ -49,11 +51,11 @@ def write_pages(measured: Path, docs: Path, keys: Sequence[str]) -> list[Path]:
     if not tables:
         raise MeasurementError(f"no table in {measured}: run `python -m benchmarks` first")
     (docs / _PLOTS).mkdir(exist_ok=True)
-    changed = [docs / _PAGE]
+    changed = [docs / _PLOTS / _PAGE]
     for key, each in tables.items():
         if each.plot.exists():
             changed.append(Path(shutil.copyfile(each.plot, docs / _PLOTS / f"{key}.png")))
-    (docs / _PAGE).write_text("\n".join([_HEADER, *(_section(key, each) for key, each in tables.items())]))
+    (docs / _PLOTS / _PAGE).write_text("\n".join([_HEADER, *(_section(key, each) for key, each in tables.items())]))
     for page in sorted(docs.rglob("*.md")):
         text = page.read_text()
         filled = _filled(text, tables, page)
@@ -69,7 +71,7 @@ def _load(measured: Path, key: str) -> Measured:
 
 
 def _section(key: str, each: Measured) -> str:
-    return each.section + (f"\n![{key}]({_PLOTS}/{key}.png)\n" if each.plot.exists() else "")
+    return each.section + (f"\n![{key}]({key}.png)\n" if each.plot.exists() else "")
 
 
 def _filled(text: str, tables: dict[str, Measured], page: Path) -> str:
@@ -77,6 +79,24 @@ def _filled(text: str, tables: dict[str, Measured], page: Path) -> str:
 
 
 def _grid(key: str, tables: dict[str, Measured], page: Path) -> str:
+    if key == _ALL:
+        return "\n".join(summary({each: measured.table for each, measured in tables.items()})) + "\n"
     if key not in tables:
         raise MeasurementError(f"{page} takes table {key}, which was not measured: run `python -m benchmarks {key}` first")
     return "\n".join(grid(tables[key].table)) + "\n"
+
+
+def summary(tables: Mapping[str, Table]) -> list[str]:
+    """The lines of a Markdown table of all tables that have a target: what was to be reached, and what was."""
+    lines = ["|  | what | target | measured |", "|---|---|---|---|"]
+    for key, table in tables.items():
+        if not table.target.startswith("none"):
+            measured = table.verdict.removeprefix("Measured: ").removeprefix("Measured, ").removesuffix(".")
+            anchor = slug(f"{table.key.upper()}: {table.title}")
+            lines.append(f"| [{key.upper()}]({_PLOTS}/{_PAGE}#{anchor}) | {table.title} | {table.target} | {measured} |")
+    return lines
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub and the site give a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")

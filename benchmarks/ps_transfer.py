@@ -13,6 +13,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Final
 
+import psutil
+
 from benchmarks import plots
 from benchmarks.errors import MeasurementError
 from benchmarks.figures import Ratio, paired_ratio
@@ -49,6 +51,11 @@ class Side:
     """Floats pushed and pulled by each client."""
     clients: int = 1
     servers: int = 1
+    polls: bool = False
+    """This system's processes poll while they wait, and so take a core each when nothing is asked of them. They are stopped (SIGSTOP) while
+    another system is measured."""
+    processes: list[psutil.Process] = field(default_factory=list)
+    """The client's and the server's process of a system that polls; empty for others."""
     push_s: list[float] = field(default_factory=list)
     pull_s: list[float] = field(default_factory=list)
     gate: Gate | None = None
@@ -67,6 +74,16 @@ class Side:
     def nbytes(self) -> int:
         """Bytes of a round one way, of all clients together."""
         return 4 * self.elements * self.clients
+
+    def stand_still(self) -> None:
+        """Takes the processors from one that polls."""
+        for process in self.processes:
+            process.suspend()
+
+    def go_on(self) -> None:
+        """Gives them back."""
+        for process in self.processes:
+            process.resume()
 
     @property
     def both_s(self) -> list[float]:
@@ -153,6 +170,7 @@ def take_turns(sides: Sequence[Side], rounds: int) -> None:
                 _round(side, counted=number >= 0)
         for side in sides:
             if side.gate is not None and not side.failure:
+                side.go_on()
                 side.gate.dismiss()
 
 
@@ -166,6 +184,7 @@ def _start_coordinator(stage: Stage) -> str:
 def _start(side: Side, stage: Stage, stack: ExitStack, coordinator: str) -> None:
     """Starts a system and waits until its client has come to the gate; the next one starts on a quiet machine."""
     path = stage.directory / f"{side.key}.gate"
+    before = stage.processes()
     gate = side.gate = stack.enter_context(Gate(path, ranks=side.clients, timeout_s=_TIMEOUT_S))
     job: tuple[str, ...] = ()
     if side.system == "shoal":
@@ -183,14 +202,19 @@ def _start(side: Side, stage: Stage, stack: ExitStack, coordinator: str) -> None
         stage.wait_until(side.name, gate.complete, timeout_s=_TIMEOUT_S)
     except MeasurementError as error:
         side.failure = str(error)
+    if side.polls:
+        side.processes = [process for process in stage.processes() if process not in before]
+        side.stand_still()
 
 
 def _round(side: Side, *, counted: bool) -> None:
     if side.failure or side.gate is None:
         return
     try:
+        side.go_on()
         times = side.gate.block(1)
-    except MeasurementError as error:
+        side.stand_still()
+    except (MeasurementError, psutil.Error) as error:
         side.failure = str(error)
         return
     if counted:

@@ -58,4 +58,5 @@ BENCHMARKS: Final = (
     Benchmark(key="t13", title="Faulty runs against fault-free runs, simulated", module="benchmarks.faulty_runs"),
     Benchmark(key="t14", title="From the command to the first step", module="benchmarks.launch_time"),
     Benchmark(key="t16", title="Outer steps: bytes moved, and the loss after the same samples", module="benchmarks.outer_steps"),
+    Benchmark(key="t18", title="Plans against runs: memory and bytes on the wire", module="benchmarks.planned"),
 )

@@ -20,3 +20,9 @@ def run_examples(page: str, *, shown: str, capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out == expected
     exec(compile(second, f"{page}, the second example", "exec"), {"__name__": "example"})
     return capsys.readouterr().out
+
+
+def example(page: str) -> str:
+    """The code of a page's only example."""
+    (found,) = re.findall(r"```python\n(.*?)```", (_DOCS / page).read_text(), re.DOTALL)
+    return str(found)

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import shoal
 import torch
+from shoal_worker.engine.hidden_parameters import gradient_of, inside
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.workers import blocks
@@ -157,7 +158,7 @@ def _note_gradients(account: dict[str, Any], model: Any, inner: torch.optim.Opti
     mirror_ids = {id(p) for p in mirrors}
     updated = [p for group in inner.param_groups for p in group["params"] if id(p) not in mirror_ids]
     for role, parameters in (("gradients", [*model.module.parameters(), *own, *updated]), ("mirrored_gradients", mirrors)):
-        now = sum(_storages(p.grad for p in parameters if p.grad is not None).values())
+        now = sum(_storages(g for g in map(gradient_of, parameters) if g is not None).values())
         account[role] = max(account.get(role, 0), now)
 
 
@@ -177,9 +178,10 @@ def _pieces(model: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Bytes by storage; tensors that share one count once."""
-    local = [getattr(t, "_local_tensor", t) for t in tensors if not t.is_meta]
-    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local if t.untyped_storage().nbytes()}
+    """Bytes by storage; tensors that share one count once. Also of parameters whose values or gradients are elsewhere: what is here."""
+    with inside():
+        local = [getattr(t, "_local_tensor", t) for t in tensors if not t.is_meta]
+        return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local if t.untyped_storage().nbytes()}
 
 
 def _count_mirroring(mirrored: Wired) -> None:

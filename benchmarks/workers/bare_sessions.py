@@ -69,7 +69,7 @@ class Sessions:
 
 async def _main(port_file: Path, members: int) -> None:
     gc.freeze()
-    gc.set_threshold(100_000, 50, 1000)  # as the coordinator
+    gc.set_threshold(100_000, 5, 5)  # as the coordinator
     server = grpc.aio.server(options=ALL_AT_ONCE)
     service, method = JOIN_SESSION.strip("/").split("/")
     handler = grpc.stream_stream_rpc_method_handler(Sessions(members).serve)

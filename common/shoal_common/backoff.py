@@ -8,6 +8,8 @@ from typing import Final
 from shoal_common.errors import ShoalError
 
 _FIRST_S: Final = 0.05
+_CHANCE: Final = random.SystemRandom()
+"""Spreads the waits. Python's global generator is the script's, which may have seeded it: a fault must not change what that draws."""
 
 
 class Backoff:
@@ -25,10 +27,10 @@ class Backoff:
         the wait is that at least, and up to a quarter more."""
         now_s = self._next_s
         self._next_s = min(2 * now_s, self._longest_s)
-        own_s = now_s * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
+        own_s = now_s * _CHANCE.uniform(0.5, 1.0)
         if failure is None or failure.retry_after is None:
             return own_s
-        return max(own_s, failure.retry_after.total_seconds() * random.uniform(1.0, 1.25))  # noqa: S311 - no secret
+        return max(own_s, failure.retry_after.total_seconds() * _CHANCE.uniform(1.0, 1.25))
 
     def reset(self) -> None:
         """Makes the next wait the first one again: what was tried has succeeded."""

@@ -17,8 +17,9 @@
 
 Every error carries a `reason`: an UPPER_SNAKE name, stable over releases, that travels as google.rpc.ErrorInfo; what a service refuses
 because it has too much to do carries a `retry_after`, which travels as google.rpc.RetryInfo. The message is for people: it names the value,
-what was expected and what to do. The gRPC side (to_status, from_rpc_error) is in shoal_common.rpc.status; gRPC is not imported here, since
-these errors are the first thing that every program imports.
+what was expected and what to do. docs/troubleshooting.md has an entry for each reason. The gRPC
+side (to_status, from_rpc_error) is in shoal_common.rpc.status; gRPC is not imported here, since these errors are the first thing that every
+program imports.
 """
 
 from __future__ import annotations

@@ -9,9 +9,13 @@ look-up in a cache.
 Workers:
 
     compression.halfway         the first collectives of all compressed buckets are done on this rank, their second ones are under way
+    norms.before_gather         a synchronized norm has this rank's statistics, and the other ranks' are not there
     reduction.completed         the step's gradients are summed, and it is not sealed on this rank
     sharded.sealed              this rank's part of the summed gradients is with its buddy
     step.closed                 the closing came back, and this rank has not looked at it
+    several_models.updated      one of several models is updated, and the step is not known to count
+    several_models.sealed       all that step are updated, or about to be, and this rank has not sent its part of the closing
+    several_models.closed       the closing came back, and this rank has not looked at it
     mesh.dividing               this rank is about to connect the groups along the axes, its parts gathered
     session.before_apply        all collectives of the step are done, nothing is applied on this rank
     session.after_apply         applied, not yet committed: no loader has moved, nobody was told

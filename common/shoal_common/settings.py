@@ -67,19 +67,22 @@ class Address:
 
 def parse_address(text: str) -> Address:
     """`127.0.0.1:7000`, `coordinator:7000`, `[::1]:7000`, `0.0.0.0:0`."""
-    wrong = ConfigurationError(f"address {_shown(text)}: expected HOST:PORT with a port of 0 to 65535, as in 127.0.0.1:7000 or [::1]:0")
     host, separator, port = text.strip().rpartition(":")
     if not separator or not port.isascii() or not port.isdigit() or len(port) > 5 or int(port) > 65535:
-        raise wrong
+        raise _no_address(text)
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
         try:
             ip_address(host)
         except ValueError:
-            raise wrong from None
+            raise _no_address(text) from None
     elif not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", host):
-        raise wrong
+        raise _no_address(text)
     return Address(host, int(port))
+
+
+def _no_address(text: str) -> ConfigurationError:
+    return ConfigurationError(f"address {_shown(text)}: expected HOST:PORT with a port of 0 to 65535, as in 127.0.0.1:7000 or [::1]:0")
 
 
 def _duration_or_pass(value: object) -> object:

@@ -70,8 +70,8 @@ class CoordinatorSettings(ServiceSettings):
         return self.redis.get_secret_value() if self.redis_file is None else read_secret(self.redis_file, "redis-file")
 
 
-def parse_command_line(arguments: Sequence[str] | None = None) -> CoordinatorSettings:
-    """Flags over the environment over the defaults. Exits on --help and unknown flags; raises ConfigurationError for wrong values."""
+def command_line() -> argparse.ArgumentParser:
+    """The parser of the command's flags."""
     parser = argparse.ArgumentParser(
         prog="shoal-coordinator",
         description="Shoal's coordinator: which processes belong to a job, in which generation, with which rank.",
@@ -99,7 +99,12 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> CoordinatorSet
         parser.add_argument(flag, metavar=metavar, help=text)
     add_service_flags(parser, calls=False)
     parser.add_argument("--share-store-credentials", action="store_true", default=None, help="tell members the Redis URL as it is")
-    given = parser.parse_args(arguments)
+    return parser
+
+
+def parse_command_line(arguments: Sequence[str] | None = None) -> CoordinatorSettings:
+    """Flags over the environment over the defaults. Exits on --help and unknown flags; raises ConfigurationError for wrong values."""
+    given = command_line().parse_args(arguments)
     file = "put the URL into a file that only you can read, and give --redis-file FILE (or set SHOAL_COORDINATOR_REDIS)"
     refuse_password("--redis", given.redis, file)
     refuse_password("--store-url", given.store_url, "set SHOAL_COORDINATOR_STORE_URL")

@@ -33,7 +33,7 @@ from shoal_common.errors import (
     ShoalError,
     UnavailableError,
 )
-from shoal_common.rpc.channel import ChannelSettings, aio_channel
+from shoal_common.rpc.channel import ChannelSettings, aio_channel, is_name
 from shoal_common.rpc.status import from_rpc_error
 from shoal_common.runs import Run
 from shoal_protos.v1 import coordinator_pb2
@@ -173,9 +173,11 @@ class CoordinatorSession:
     """One session, opened anew as often as it breaks."""
 
     def __init__(self, settings: ChannelSettings, registration: Registration, listener: Listener) -> None:
+        self._settings = settings
         self._channel = aio_channel(settings)
         self._stub = CoordinatorStub(self._channel)
-        self._settings = settings
+        self._retired: grpc.aio.Channel | None = None
+        """The channel before, on which a call may be in progress."""
         self._registration = registration
         self._listener = listener
         self._run = registration.run
@@ -225,6 +227,7 @@ class CoordinatorSession:
                 if opened.welcomed:
                     self._listener.disconnected()
             await asyncio.sleep(again_in_s)
+            await self._renew()
 
     async def layout(self) -> Layout:
         """The current shard map, as far as it concerns this server.
@@ -257,7 +260,18 @@ class CoordinatorSession:
 
     async def close(self) -> None:
         """Ends the session and its connection."""
-        await self._channel.close()
+        for channel in (self._channel, self._retired):
+            if channel is not None:
+                await channel.close()
+
+    async def _renew(self) -> None:
+        """Takes a fresh channel, where the coordinator has a name that may stand for another address by now (`is_name`)."""
+        if not is_name(self._settings.address):
+            return
+        if self._retired is not None:
+            await self._retired.close()
+        self._retired, self._channel = self._channel, aio_channel(self._settings)
+        self._stub = CoordinatorStub(self._channel)
 
     async def _hold(self, opened: _Opened) -> str:
         """One stream, from registration to its end. Returns when the job is over, else raises why it ended."""

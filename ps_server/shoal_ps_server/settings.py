@@ -117,8 +117,8 @@ class PsServerSettings(ServiceSettings, CallerSettings):
         return own_address.name_for_others() or own_address.route_towards(*towards) or socket.gethostname()
 
 
-def parse_command_line(arguments: Sequence[str] | None = None) -> PsServerSettings:
-    """Flags over the environment over the defaults. Exits on --help and unknown flags; raises ConfigurationError for wrong values."""
+def command_line() -> argparse.ArgumentParser:
+    """The parser of the command's flags."""
     parser = argparse.ArgumentParser(
         prog="shoal-ps-server",
         description="A parameter server: holds a share of one job's tensors and applies pushed gradients to it.",
@@ -149,4 +149,9 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> PsServerSettin
         parser.add_argument(flag, metavar=metavar, help=text)
     add_service_flags(parser, calls=True)
     parser.add_argument("--token", action=RefusedToken, help=argparse.SUPPRESS)
-    return PsServerSettings.load(**vars(parser.parse_args(arguments)))
+    return parser
+
+
+def parse_command_line(arguments: Sequence[str] | None = None) -> PsServerSettings:
+    """Flags over the environment over the defaults. Exits on --help and unknown flags; raises ConfigurationError for wrong values."""
+    return PsServerSettings.load(**vars(command_line().parse_args(arguments)))

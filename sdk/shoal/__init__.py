@@ -32,20 +32,28 @@ if TYPE_CHECKING:
     from shoal_common.security import TlsSettings
     from shoal_worker.api import (
         ElasticDataLoader,
+        MLflow,
         ShardedModel,
         ShardedOptimizer,
+        ShardedStream,
         ShardingConfiguration,
         StepStatus,
         TensorBoard,
+        all_reduce,
         as_distributed,
         as_distributed_for_high_bandwidth,
         as_distributed_for_low_bandwidth,
+        barrier,
+        broadcast,
         device,
         evaluate,
+        gather,
         generation,
         init,
         is_joining,
         load_full_state,
+        main_first,
+        print_once,
         rank,
         register_state,
         report,
@@ -63,6 +71,8 @@ if TYPE_CHECKING:
     from shoal_worker.compression.base import GradientCompressor
     from shoal_worker.compression.optimizer import GradientCompressionOptimizer
     from shoal_worker.launch import launch
+    from shoal_worker.planning.plan import Plan, PlannedStrategy
+    from shoal_worker.planning.planner import plan
     from shoal_worker.strategies.async_sgd import AsyncSGDModel, AsyncSGDOptimizer
     from shoal_worker.strategies.ddp import DDPModel, DDPOptimizer
     from shoal_worker.strategies.fitting import EpochRecord, OptimizationInputData, OptimizationResult
@@ -79,6 +89,7 @@ if TYPE_CHECKING:
     from shoal_worker.tables import SparseEmbedding, SparseEmbeddingBag
 
     from shoal import optim as optim
+    from shoal import ray as ray
     from shoal.client import AsyncClient, Client
     from shoal.parameter_servers import ModelReader, ParameterServerClient
 
@@ -114,19 +125,23 @@ __all__ = [
     "LimitError",
     "LocalSGDModel",
     "LocalSGDOptimizer",
+    "MLflow",
     "MPIBackend",
     "MembershipChanged",
-    "NCCLBackend",
     "ModelReader",
+    "NCCLBackend",
     "OptimizationInputData",
     "OptimizationResult",
     "ParameterServerClient",
     "PermissionDeniedError",
+    "Plan",
+    "PlannedStrategy",
     "PipelineParallelModel",
     "PipelineParallelOptimizer",
     "PreconditionError",
     "ShardedModel",
     "ShardedOptimizer",
+    "ShardedStream",
     "ShardingConfiguration",
     "ShoalError",
     "SparseEmbedding",
@@ -145,16 +160,23 @@ __all__ = [
     "ZeRO2Optimizer",
     "ZeRO3Model",
     "ZeRO3Optimizer",
+    "all_reduce",
     "as_distributed",
     "as_distributed_for_high_bandwidth",
     "as_distributed_for_low_bandwidth",
+    "barrier",
+    "broadcast",
     "device",
     "evaluate",
+    "gather",
     "generation",
     "init",
     "is_joining",
     "launch",
     "load_full_state",
+    "main_first",
+    "plan",
+    "print_once",
     "rank",
     "register_state",
     "report",
@@ -188,6 +210,7 @@ _HOMES = {
     "HybridShardedModel": "shoal_worker.strategies.hybrid",
     "HybridShardedOptimizer": "shoal_worker.strategies.hybrid",
     "InMemoryBackend": "shoal_worker.backends.inmemory.backend",
+    "MLflow": "shoal_worker.tracking.mlflow",
     "LocalSGDModel": "shoal_worker.strategies.local_sgd",
     "LocalSGDOptimizer": "shoal_worker.strategies.local_sgd",
     "MPIBackend": "shoal_worker.backends.mpi.backend",
@@ -196,6 +219,8 @@ _HOMES = {
     "OptimizationInputData": "shoal_worker.strategies.fitting",
     "OptimizationResult": "shoal_worker.strategies.fitting",
     "ParameterServerClient": "shoal.parameter_servers",
+    "Plan": "shoal_worker.planning.plan",
+    "PlannedStrategy": "shoal_worker.planning.plan",
     "PipelineParallelModel": "shoal_worker.strategies.pipeline",
     "PipelineParallelOptimizer": "shoal_worker.strategies.pipeline",
     "SparseEmbedding": "shoal_worker.tables",
@@ -211,6 +236,7 @@ _HOMES = {
     "ZeRO3Model": "shoal_worker.strategies.zero3",
     "ZeRO3Optimizer": "shoal_worker.strategies.zero3",
     "launch": "shoal_worker.launch",
+    "plan": "shoal_worker.planning.planner",
 }
 """Where a public name lives; all others are the API's."""
 
@@ -223,8 +249,8 @@ def __getattr__(name: str) -> Any:
 
     if name == "__version__":
         return metadata.version("shoal")
-    if name == "optim":
-        return import_module("shoal.optim")
+    if name in ("optim", "ray"):
+        return import_module(f"shoal.{name}")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_HOMES.get(name, _API)), name)
@@ -232,4 +258,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "__version__", "optim"})
+    return sorted({*globals(), *__all__, "__version__", "optim", "ray"})

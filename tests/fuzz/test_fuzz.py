@@ -1,4 +1,4 @@
-"""Whatever comes to a port, the services go on, answer well, keep what they hold, and grow no larger than a bound."""
+"""Whatever comes to a port, the services go on, answer well, keep what they hold, and do not grow."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ from tests.fuzz.cluster import Cluster
 from tests.fuzz.targets import Shoot, Tally, bulk, donors, http, http2, rpcs
 
 _THREADS: Final = 8
-_MOST_GROWTH: Final = 256 << 20
-"""Bytes: what Python and gRPC keep for so many calls at a time, with the jobs and events that some messages do make."""
+_MOST_GROWTH: Final = 10 << 20
+"""Bytes that a service may have more behind the second half of a hundred thousand messages than behind the first. By then everything is
+imported, tables are full, and what waits for Python's collector has been as much as it ever is: as measured, 2 MB more at most. What grows
+by 200 bytes with each message is more than that."""
+_MOST_AT_FIRST: Final = 32 << 20
+"""Bytes by which a service may grow in the quick test's few thousand messages: Python's collector has not looked yet, and pools fill."""
 MESSAGES: Final = int(os.environ.get("SHOAL_FUZZ_MESSAGES", "100000"))
 SEED: Final = int(os.environ.get("SHOAL_FUZZ_SEED", "1"))
 
@@ -66,28 +70,28 @@ def shoot_at(cluster: Cluster, count: int, seed: int) -> Tally:
     return tally
 
 
-def judge(cluster: Cluster, tally: Tally, before: dict[str, int]) -> None:
+def shoot_and_judge(cluster: Cluster, count: int, seed: int, *, most_growth: int) -> None:
+    """Half of the messages, and half of them again: the services are as before, and no larger than behind the first half."""
+    tally = shoot_at(cluster, count // 2, seed)
+    before = cluster.memory()
+    tally.update(shoot_at(cluster, count // 2, seed + 1))
     cluster.check()
     grown = {name: after - before[name] for name, after in cluster.memory().items()}
-    assert all(each < _MOST_GROWTH for each in grown.values()), grown
     by_target: dict[str, Counter[str]] = {}
     for (name, outcome), count in tally.items():
         by_target.setdefault(name, Counter())[outcome] += count
     for name, outcomes in sorted(by_target.items()):
         print(f"{name}: {dict(outcomes.most_common())}")
     print({name: f"{each / 1e6:+.1f} MB" for name, each in grown.items()})
+    assert all(each < most_growth for each in grown.values()), grown
 
 
 def test_some_thousands_of_arbitrary_messages_change_nothing(cluster: Cluster) -> None:
-    shoot_at(cluster, 320, SEED)  # everything is imported, and every pool full, once all has been asked for
-    before = cluster.memory()
-    judge(cluster, shoot_at(cluster, 2_000, SEED + 1), before)
+    shoot_and_judge(cluster, 2_400, SEED, most_growth=_MOST_AT_FIRST)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_hundred_thousand_arbitrary_messages_change_nothing(cluster: Cluster) -> None:
     """SHOAL_FUZZ_MESSAGES and SHOAL_FUZZ_SEED say how many, and which."""
-    shoot_at(cluster, 1_000, SEED)
-    before = cluster.memory()
-    judge(cluster, shoot_at(cluster, MESSAGES, SEED + 2), before)
+    shoot_and_judge(cluster, MESSAGES, SEED + 2, most_growth=_MOST_GROWTH)

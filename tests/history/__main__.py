@@ -57,8 +57,8 @@ def summary(verdicts: list[Verdict]) -> str:
     volume = f"{sum(verdict.faults.total() for verdict in verdicts)} faults, {total['pushes acknowledged']} pushes acknowledged"
     if broken:
         return f"BROKEN after {volume}: {'; '.join(broken)}"
-    kept = "0 lost, 0 applied twice, versions monotonic, moments intact, bound kept, samples once"
-    return f"{volume}, {total['partitions pulled']} partitions pulled: {kept}"
+    kept = "0 lost, 0 applied twice, versions monotonic, moments and rows intact, bound kept, samples once"
+    return f"{volume}, {total['partitions pulled']} partitions pulled, {total['lookups of rows']} lookups of rows: {kept}"
 
 
 if __name__ == "__main__":

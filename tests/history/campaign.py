@@ -23,12 +23,14 @@ from tests.history.lines import History, Violation
 from tests.history.modes import BOUND, Mode
 from tests.history.targets import Target
 from tests.history.verdict import Verdict, counts
-from tests.zygote.children import Child, Zygote, eventually
+from tests.zygote.children import Child, Zygote
 
 _LOOK_S = 0.01
 """Between two looks at processes and files, which tell nobody when they change; every wait for them has a deadline."""
 _PACE_S = 0.5
 """From one fault to the next, on average."""
+_FIRST_PACE_S = 2.0
+"""The same, until the first push is acknowledged. What strikes by then is more than was asked for."""
 _SNAPSHOT_PACE_S = 1.0
 _PROGRESS_EVERY = 20
 """After so many faults workers must have been acknowledged something since."""
@@ -50,21 +52,23 @@ class Campaign:
     def run(self) -> Verdict:
         """All of it. Everything that it starts is gone when it returns."""
         begun = time.monotonic()
-        with self._cluster:
-            eventually(lambda: self._cluster.acknowledged() > 0, "the first push to be acknowledged")
-            with self._faults, self._snapshots_being_asked_for():
-                self._strike_until_enough()
-                self._end_well()
-                owners = {} if self._unexpected else self._cluster.owners()
+        with self._cluster, self._faults, self._snapshots_being_asked_for():
+            self._strike_until_enough()
+            self._end_well()
+            owners = {} if self._unexpected else self._cluster.owners()
         return self._judge(time.monotonic() - begun, owners)
 
     def _strike_until_enough(self) -> None:
-        due, progress_at = time.monotonic(), 0
-        while self._faults.done.total() < self._goal and not self._unexpected:
+        due, progress_at = time.monotonic() + self._chance.expovariate(1 / _FIRST_PACE_S), 0
+        before: int | None = None
+        """How many struck before the first push was acknowledged; None: it was not yet."""
+        while (before is None or self._faults.done.total() < before + self._goal) and not self._unexpected:
             self._faults.attend()
+            if before is None and self._cluster.acknowledged():
+                before = self._faults.done.total()
             if (now := time.monotonic()) >= due:
                 self._faults.strike()
-                due = now + self._chance.expovariate(1 / _PACE_S)
+                due = now + self._chance.expovariate(1 / (_FIRST_PACE_S if before is None else _PACE_S))
                 if self._faults.done.total() >= progress_at + _PROGRESS_EVERY:
                     progress_at = self._faults.done.total()
                     self._await_progress()
@@ -140,6 +144,7 @@ class Campaign:
             batch_size=training.BATCH_SIZE,
             bound=BOUND if mode == "ssp" else None,
             in_step=mode == "bsp",
+            table=training.table() if self._mode.has_table else None,
         )
         for promise, find in promises(history, job, ended_well=not self._unexpected).items():
             violations = list(itertools.islice(find(), 1000))

@@ -8,17 +8,18 @@ be the same, and so must what a backup made. So there is one history of each par
     none_lost                  what was acknowledged is in the history, at the version that was told
     versions_are_monotonic     whoever asks later sees no older version; each version has the same values for all who see it
     optimizer_is_adam          the changes, made by torch's Adam in one process, give the same bits in each version, and the same moments
+    rows_are_their_pushes      so it is with the rows of a sparse table, which are what any lookup found in them, and with their eviction
     bound_is_kept              no member's turn came while it was more than the bound ahead of the slowest
     iterations_are_apart       with bsp all pushes of an iteration were computed on what the one before ended with
     samples_count_once         every sample of every epoch that began counts once, and every batch is on every partition
 
-The functions of the clocks are in `clock_checks`; what a history is, and which of its lines count, in `lines`.
+The functions of the clocks are in `clock_checks`, that of the rows in `row_checks`; what a history is, and which of its lines count, in
+`lines`.
 """
 
 from __future__ import annotations
 
 import bisect
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,12 +29,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from shoal_common.errors import ShoalError
 from shoal_worker.data.record import audit
+from shoal_worker.tables import SparseEmbedding
 
 from tests.history.clock_checks import bound_is_kept, iterations_are_apart
 from tests.history.lines import History, Line, Seen, Violation, digest
+from tests.history.row_checks import rows_are_their_pushes
+from tests.history.snapshots import read_snapshot
 
 
 def changes_are_one_history(history: History) -> Iterator[Violation]:
@@ -54,9 +57,13 @@ def changes_are_one_history(history: History) -> Iterator[Violation]:
                 f"{other['of']} and {line['of']} both made version {version} of partition {partition} as primaries", [other, line]
             )
     for partition, versions in history.changes.items():
-        missing = sorted(set(range(1, max(versions) + 1)) - versions.keys())
+        put_in_place = next((version for version, line in versions.items() if "restoration" in line.fields), 1)
+        missing = sorted({1, *range(put_in_place, max(versions) + 1)} - versions.keys())
         if missing:
             yield Violation(f"partition {partition} came to version {max(versions)} without a change to version {missing[0]}")
+        if pushed := [line for version, line in versions.items() if 1 < version < put_in_place]:
+            what = f"a checkpoint's rows took the place of what had been pushed to partition {partition}"
+            yield Violation(what, [pushed[0], versions[put_in_place]])
 
 
 def applied_once(history: History) -> Iterator[Violation]:
@@ -107,7 +114,7 @@ def versions_are_monotonic(history: History) -> Iterator[Violation]:
             change = history.changes.get(seen.partition, {}).get(seen.version)
             if change is None:
                 yield Violation(f"a pull gave version {seen.version} of partition {seen.partition}, which no server has had", [seen.line])
-            elif change["digest"] != seen.digest:
+            elif not seen.ids and change["digest"] != seen.digest:
                 what = f"a pull gave version {seen.version} of partition {seen.partition} with other values than the server had"
                 yield Violation(what, [change, seen.line])
     for partition, all_seen in by_partition.items():
@@ -126,18 +133,16 @@ def versions_are_monotonic(history: History) -> Iterator[Violation]:
 
 def optimizer_is_adam(history: History, snapshots: Sequence[Path], settings: Mapping[str, Any]) -> Iterator[Violation]:
     """`snapshots`: what the servers wrote when they ended. `settings`: of torch.optim.Adam."""
-    first_values = {(line["partition"], digest(bytes.fromhex(line["values"]))): line for line in history.of_workers("values")}
     held: set[int] = set()
     for path in snapshots:
-        with safe_open(path, framework="pt") as file:
-            state = json.loads(file.metadata()["shoal"])
-            names: list[str] = file.keys()
-            tensors = {name: file.get_tensor(name) for name in names}
-        pieces = {number: [piece[2] for piece in pieces] for number, _, pieces in state["state"]["layout"]["partitions"]}
+        state, tensors = read_snapshot(path)
+        pieces = {number: [piece[2] for piece in pieces] for number, _, pieces, *_ in state["state"]["layout"]["partitions"]}
         for entry in state["partitions"]:
             partition = entry["partition_id"]
             held.add(partition)
-            yield from _steps_like_adam(history, partition, pieces[partition], entry, tensors, first_values, settings)
+            if partition in history.buckets:
+                continue  # rows_are_their_pushes judges them
+            yield from _steps_like_adam(history, partition, pieces[partition], entry, tensors, settings)
     for partition in sorted(history.changes.keys() - held):
         yield Violation(f"no snapshot has partition {partition}")
 
@@ -148,7 +153,6 @@ def _steps_like_adam(
     lengths: Sequence[int],
     entry: Mapping[str, Any],
     tensors: Mapping[str, torch.Tensor],
-    first_values: Mapping[tuple[int, str], Line],
     settings: Mapping[str, Any],
 ) -> Iterator[Violation]:
     changes = list(history.changes[partition].values())
@@ -156,7 +160,7 @@ def _steps_like_adam(
         what = f"partition {partition} came to version {changes[-1]['version']}, and ended at {entry['version']}"
         yield Violation(what, [changes[-1]])
         return
-    given = first_values.get((partition, changes[0]["gradient"]))
+    given = history.given.get((partition, changes[0]["gradient"]))
     if given is None:
         yield Violation(f"partition {partition} began with values that no worker gave", [changes[0]])
         return
@@ -234,6 +238,8 @@ class Job:
     """Clocks, with ssp."""
     in_step: bool = False
     """With bsp."""
+    table: SparseEmbedding | None = None
+    """The sparse table; None: the model has none."""
 
 
 def promises(history: History, job: Job, *, ended_well: bool) -> Mapping[str, Callable[[], Iterator[Violation]]]:
@@ -249,6 +255,11 @@ def promises(history: History, job: Job, *, ended_well: bool) -> Mapping[str, Ca
             history, job.snapshots, job.adam
         )
         held["each sample of an epoch counts once"] = lambda: samples_count_once(history, job.records, job.batch_size)
+    if (table := job.table) is not None:
+        at_the_end = job.snapshots if ended_well else None
+        held["rows, evicted ones and those of lookups are what Adagrad in one process makes of the pushes, to the bit"] = lambda: (
+            rows_are_their_pushes(history, at_the_end, table)
+        )
     if (bound := job.bound) is not None:
         held[f"nobody goes on more than {bound} ahead of the slowest"] = lambda: bound_is_kept(history, bound)
     if job.in_step:

@@ -68,6 +68,7 @@ class Cluster:
         self.records = directory / "records"
         """The samples that each worker was given."""
         self._end = directory / "end"
+        self._checkpoints = directory / "checkpoints"
         self._job_id = f"job-{uuid.uuid4().hex[:8]}"
         self._places = itertools.count()
         self._members = itertools.count()
@@ -104,6 +105,7 @@ class Cluster:
     def _start(self) -> None:
         for path in (self._directory, self.history):
             path.mkdir(parents=True, exist_ok=True)
+        before = self._train_before() if self._mode.has_table else None
         self._redis_port = self._stack.enter_context(ReservedPort())
         self._redis = EmbeddedRedis(self._directory / "redis", port=self._redis_port.port)
         self._stack.callback(self._close_redis)
@@ -121,8 +123,20 @@ class Cluster:
             self.add_server()
         self.workers = [Target(name=f"worker-{i}", start=self._start_worker, failpoints=WORKER_FAILPOINTS) for i in range(WORKERS)]
         self._stack.callback(self._kill_all)
-        for target in (*self.servers, *self.workers):
+        for target in self.servers:
             target.child = target.start("")
+        if before is not None:
+            assert before.wait() == 0, before.said()
+        for target in self.workers:
+            target.child = target.start("")
+
+    def _train_before(self) -> Child:
+        """One worker alone, with servers of its own: it writes the checkpoint from whose rows the job is to go on."""
+        config = {"end": str(self._directory), "seed": self._seed, "longest_step_s": 0.0, "options": {"lease_ahead": 2.0}}
+        config["checkpoints"] = str(self._checkpoints)
+        child = self._zygote.start("history-train", [json.dumps(config)], output=self._directory / "before.log")
+        self._stack.callback(child.kill)
+        return child
 
     def add_server(self) -> Target:
         """One more of them, which is yet to be started."""
@@ -168,6 +182,7 @@ class Cluster:
         number = next(self._members)
         options = {"lease_ahead": 2.0, **self._mode.options}
         config = {"end": str(self._end), "seed": self._seed * 1000 + number, "longest_step_s": 0.01, "options": options}
+        config["checkpoints"] = str(self._checkpoints) if self._mode.has_table else ""
         environment = {
             recording.DIRECTORY: str(self.history),
             "SHOAL_COORDINATOR": self._relay.address,

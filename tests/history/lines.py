@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from shoal_common.tables.rows import RowsImage
 from shoal_common.wire import checksum
 
 
@@ -68,6 +69,8 @@ class Seen:
     line: Line
     digest: str = ""
     """Digest of the values that came with it; empty where none came."""
+    ids: str = ""
+    """Ids of the rows whose values the line has, in hex; empty: the values are the whole partition's."""
     server: str = ""
     """Who told; empty: not known."""
 
@@ -111,6 +114,17 @@ class History:
             if line["kind"] == "applied":
                 found[line["partition"]].setdefault(line["version"], line)
         return {partition: dict(sorted(versions.items())) for partition, versions in sorted(found.items())}
+
+    @cached_property
+    def buckets(self) -> Mapping[int, int]:
+        """Partition -> which bucket of the sparse table it is, of those that are one."""
+        begun = {partition: versions[1] for partition, versions in self.changes.items() if 1 in versions}
+        return {partition: line["bucket"] for partition, line in begun.items() if "bucket" in line.fields}
+
+    @cached_property
+    def given(self) -> Mapping[tuple[int, str], Line]:
+        """Partition and digest -> the line of first values, or of a checkpoint's rows, that a worker sent."""
+        return {(line["partition"], digest(bytes.fromhex(line["values"]))): line for line in self.of_workers("values")}
 
     @cached_property
     def placed(self) -> Mapping[str, Sequence[Line]]:
@@ -174,6 +188,7 @@ class History:
                                 ended=line["t"],
                                 line=line,
                                 digest=answer.get("digest", ""),
+                                ids=answer.get("ids", ""),
                                 server=server_at.get(begun[line["call"]]["at"], ""),
                             )
                         )
@@ -222,5 +237,11 @@ def _push_key(line: Line, gradient: str) -> tuple[int, str, int, int, str]:
     return line["partition"], line["member"], line["sequence"], line["batch"], gradient
 
 
-def digest(data: bytes | torch.Tensor) -> str:
+def digest(data: bytes | memoryview | torch.Tensor) -> str:
     return f"{checksum(data.numpy() if isinstance(data, torch.Tensor) else data):016x}"
+
+
+def rows_digest(rows: RowsImage) -> str:
+    """Digest of the rows of a bucket, with what the optimizer keeps of each, and when each was pushed last."""
+    arrays = [rows.ids, rows.values, *(rows.state[name] for name in sorted(rows.state)), rows.updated_at]
+    return digest(b"".join(array.tobytes() for array in arrays))

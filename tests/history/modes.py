@@ -40,6 +40,11 @@ class Mode:
         return self.name == "moves"
 
     @property
+    def has_table(self) -> bool:
+        """The model has a sparse table, which bsp does not take."""
+        return self.consistency != "bsp"
+
+    @property
     def options(self) -> dict[str, Any]:
         """What the workers' strategy is told."""
         return _CONSISTENCY[self.consistency]

@@ -9,9 +9,12 @@ A worker writes, around its calls of `ParameterServerClient`:
      "at"}
                                                         a partition is about to be sent; `gradient`: its bytes, in hex
     {"kind": "pushed", "t", "call", "of", "answers": [{"partition", "sequence", "batch", "version", "duplicate", "known"}]}
-    {"kind": "values", "t", "call", "of", "partition", "values"}     first values are about to be sent; `values`: their bytes, in hex
+    {"kind": "values", "t", "call", "of", "partition", "values"}     first values are about to be sent, or a checkpoint's rows of a bucket;
+                                                        `values`: their bytes, in hex
     {"kind": "pull", "t", "call", "of", "member", "clock", "at"}     `member` is empty for one that waits for nobody; `at`: the address
-    {"kind": "pulled", "t", "call", "of", "answers": [{"partition", "version", "unchanged", "digest"}]}
+    {"kind": "pulled", "t", "call", "of", "answers": [{"partition", "version", "unchanged", "digest", "ids"}]}
+                                                        `ids`: of the rows that were looked up, in hex; empty where all of a partition
+                                                        is; `digest`: empty where no values came
     {"kind": "clock", "t", "of", "member", "clock", "place"}         a member is about to say how far it is, without a push or a pull;
                                                         the largest int64: it rests; `place`: at which clock of the server's, 0: as before
     {"kind": "failed", "t", "call", "of", "reason"}                  a push, a pull or first values
@@ -25,6 +28,10 @@ A worker writes, around its calls of `ParameterServerClient`:
     {"kind": "applied", "t", "of", "span", "partition", "version", "member", "sequence", "batch", "clock", "gradient", "digest", "again"}
                                                         `version`, `digest`: after it; `gradient`: its digest; `sequence` 0: first values;
                                                         `again`: by a recovery, or by a backup
+                                                        `bucket`, on the line of version 1 of a bucket of the sparse table alone: its
+                                                        number; nothing was sent for this version, and `gradient` is empty.
+                                                        `restoration`: a checkpoint's rows took their place, whose digest
+                                                        is `gradient`
     {"kind": "known", "t", "of", "span", "partition", "version", "member", "sequence", "batch", "clock"}     answered, and not applied
     {"kind": "sent", "t", "of", "span", "partition", "version"}              a pull has sent it whole
     {"kind": "clocks", "t", "of", "slowest", "clocks": {member: [clock, origin]}, "resting": [...]}   as the server begins with them
@@ -32,6 +39,7 @@ A worker writes, around its calls of `ParameterServerClient`:
     {"kind": "finished", "t", "of", "member", "clock", "place"}      a member said that it has finished so many iterations
     {"kind": "turn", "t", "of", "member"}                            a member's pull waits for slower ones no longer
 
+The `gradient` of a push of rows is its payload, ids and gradients; the `digest` of a bucket is that of all its rows (`lines.rows_digest`).
 `of` is the server's id. A `span` is what a process holds from a recovery, or from a copy of its primary's, to the next one.
 
 The program of a server (`serve`) and that of a worker (`train`) are those of the zygote with these lines beside them; each is started in a
@@ -58,19 +66,23 @@ import torch
 from shoal_common.clients.parameter_server import ParameterServerClient, Partitions
 from shoal_common.errors import ShoalError
 from shoal_common.rpc.channel import ChannelSettings
-from shoal_common.wire import checksum
+from shoal_common.tables.file import read_bucket
+from shoal_common.tables.values import Ids
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.consistency.fence import Change
 from shoal_ps_server.consistency.membership import Membership
 from shoal_ps_server.server import ParameterServer
 from shoal_ps_server.session import Place
 from shoal_ps_server.settings import PsServerSettings
+from shoal_ps_server.shard.layout import Layout, PartitionSpec
 from shoal_ps_server.shard.partition import PartitionImage
 from shoal_ps_server.shard.payload import Upload, UploadHeader, bytes_of
 from shoal_ps_server.shard.reading import Reading
-from shoal_ps_server.shard.shard import Admitted, Outcome, Shard
+from shoal_ps_server.shard.shard import Admitted, Outcome, Restoration, Shard
+from shoal_ps_server.shard.table_rows import TableRows
 
 from tests.history import training
+from tests.history.lines import digest, rows_digest
 
 DIRECTORY = "SHOAL_TEST_HISTORY"
 """The variable that names the directory."""
@@ -95,10 +107,6 @@ class Recorder:
     def write(self, kind: str, **fields: Any) -> None:
         line = json.dumps({"kind": kind, "t": time.monotonic_ns(), "of": self._of, **fields}, separators=(",", ":")).encode() + b"\n"
         assert os.write(self._file, line) == len(line), "the disk of the history is full"
-
-
-def digest(data: Any) -> str:
-    return f"{checksum(data):016x}"
 
 
 # ------------------------------------------------------------------------------------------------------------------- workers
@@ -162,8 +170,31 @@ def recording_client(recorder: Recorder) -> type[ParameterServerClient]:
 
                 recorder.write("pull", call=call, member=request.member_id, clock=request.clock, at=self.address)
                 headers = super().pull(request, noted, deadline=deadline)
-                recorder.write("pulled", call=call, answers=[_pulled(header, buffers.get(header.partition_id)) for header in headers])
+                ids = {each.partition_id: each.ids.hex() for each in request.partitions}
+                answers = [_pulled(header, buffers.get(header.partition_id), ids[header.partition_id]) for header in headers]
+                recorder.write("pulled", call=call, answers=answers)
                 return headers
+
+        def read_rows(self, request: pb.ReadRowsRequest, write: Callable[[memoryview], object], **deadline: Any) -> pb.RowsHeader:
+            with self._noting_failures() as call:
+                data = bytearray()
+
+                def noted(piece: memoryview) -> object:
+                    data.extend(piece)
+                    return write(piece)
+
+                recorder.write("pull", call=call, member="", clock=0, at=self.address)
+                header = super().read_rows(request, noted, **deadline)
+                found = read_bucket(memoryview(data))
+                there = {"partition": request.partition_id, "version": found.version, "digest": rows_digest(found.rows), "ids": ""}
+                recorder.write("pulled", call=call, answers=[{**there, "unchanged": False}])
+                return header
+
+        def restore_rows(self, header: pb.RowsHeader, payload: Iterable[memoryview], **deadline: Any) -> pb.RestoreRowsResponse:
+            with self._noting_failures() as call:
+                pieces = [bytes(piece) for piece in payload]
+                recorder.write("values", call=call, partition=header.partition_id, values=b"".join(pieces).hex())
+                return super().restore_rows(header, map(memoryview, pieces), **deadline)
 
         def advance_clock(self, job_id: str, member_id: str, *, clock: int, place: int = 0, **more: Any) -> pb.AdvanceClockResponse:
             recorder.write("clock", member=member_id, clock=clock, place=place)
@@ -185,9 +216,9 @@ def _named(header: pb.PushHeader) -> dict[str, int]:
     return {"partition": header.partition_id, "sequence": header.sequence, "batch": header.batch}
 
 
-def _pulled(header: pb.PullHeader, buffer: memoryview | None) -> dict[str, Any]:
-    there = "" if buffer is None else digest(buffer)
-    return {"partition": header.partition_id, "version": header.version, "unchanged": header.unchanged, "digest": there}
+def _pulled(header: pb.PullHeader, buffer: memoryview | None, ids: str) -> dict[str, Any]:
+    there = "" if buffer is None or not buffer.nbytes else digest(buffer)
+    return {"partition": header.partition_id, "version": header.version, "unchanged": header.unchanged, "digest": there, "ids": ids}
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -217,6 +248,14 @@ def recording_shard(recorder: Recorder) -> type[Shard]:
         def put(self, image: PartitionImage) -> None:
             self._restored(image)
             super().put(image)
+
+        def adopt(self, layout: Layout) -> None:
+            fresh = layout.partitions.keys() - self.partition_ids()
+            super().adopt(layout)
+            for spec in map(layout.partitions.__getitem__, sorted(fresh)):
+                if spec.bucket is not None:
+                    begun = {"partition": spec.partition_id, "version": 1, "member": "", "sequence": 0, "batch": 0, "clock": 0}
+                    self._write_applied(begun, gradient="", again=True, bucket=spec.bucket.number)
 
         def apply(self, admitted: Admitted) -> Outcome:
             outcome = super().apply(admitted)
@@ -250,21 +289,40 @@ def recording_shard(recorder: Recorder) -> type[Shard]:
                 yield reading
                 recorder.write("sent", span=self.span, partition=partition_id, version=reading.version)
 
+        def bucket_image(self, spec: PartitionSpec) -> PartitionImage:
+            image = super().bucket_image(spec)
+            recorder.write("sent", span=self.span, partition=spec.partition_id, version=image.version)
+            return image
+
+        def restore(self, restoration: Restoration) -> Outcome:
+            partition_id = restoration.spec.partition_id
+            again = not self._partitions[partition_id].is_restoring
+            outcome = super().restore(restoration)
+            made = {"partition": partition_id, "version": outcome.version, "member": "", "sequence": 0, "batch": 0, "clock": 0}
+            number = self.restoration(partition_id)
+            self._write_applied(made, gradient=digest(restoration.payload), again=again, restoration=number)
+            return outcome
+
+        def read_rows(self, partition_id: int, ids: Ids) -> Reading:
+            reading = super().read_rows(partition_id, ids)
+            recorder.write("sent", span=self.span, partition=partition_id, version=reading.version)
+            return reading
+
         def _restored(self, image: PartitionImage) -> None:
-            values = digest(bytes_of(image.values))
+            values = digest(bytes_of(image.values)) if image.rows is None else rows_digest(image.rows)
             recorder.write("restored", span=self.span, partition=image.spec.partition_id, version=image.version, digest=values)
 
         def _applied(self, header: UploadHeader, version: int, values: torch.Tensor, *, again: bool) -> None:
-            after = self._partitions[header.spec.partition_id].values
-            assert after is not None
-            recorder.write(
-                "applied",
-                span=self.span,
-                **_described(header, version),
-                gradient=digest(bytes_of(values)),
-                digest=digest(bytes_of(after)),
-                again=again,
-            )
+            self._write_applied(_described(header, version), gradient=digest(bytes_of(values)), again=again)
+
+        def _write_applied(self, described: Mapping[str, Any], *, gradient: str, again: bool, **more: Any) -> None:
+            partition = self._partitions[described["partition"]]
+            if isinstance(partition, TableRows):
+                after = rows_digest(partition.rows.image())
+            else:
+                assert partition.values is not None
+                after = digest(bytes_of(partition.values))
+            recorder.write("applied", span=self.span, **described, gradient=gradient, digest=after, again=again, **more)
 
         def _known(self, header: UploadHeader, version: int) -> None:
             recorder.write("known", span=self.span, **_described(header, version))

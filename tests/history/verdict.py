@@ -41,6 +41,7 @@ def counts(history: History) -> dict[str, int]:
         "applied": sum(len(versions) - 1 for versions in history.changes.values()),
         "answered as known": sum(1 for _ in history.of_servers("known")),
         "partitions pulled": sum(1 for _ in history.of_servers("sent")),
+        "lookups of rows": sum(bool(seen.ids) for seen in history.seen),
         "made again by recoveries and backups": sum(line["again"] for line in history.of_servers("applied")),
         "void": sum(1 for _ in history.of_servers("applied", "restored")) - len(history.valid),
         "backups made primaries": history.promotions,

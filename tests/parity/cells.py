@@ -206,7 +206,7 @@ _SPLIT = ("tensor", "tensor_data", "hybrid", "hybrid_zero1", "hybrid_fsdp")
 _IN_SHARDS = ("zero1", "zero2", "zero3", "fsdp", "hsdp")
 REFUSED_VARIATIONS: Final[Mapping[tuple[str, str], str]] = {
     **{(name, "sparse"): "EmbeddingBag with sparse=True needs the whole table on one rank" for name in _SPLIT},
-    **{(name, "whole_matrices"): _FLAT for name in (*_IN_SHARDS, *_SPLIT, "hybrid_zero2")},
+    **{(name, "whole_matrices"): _FLAT for name in (*_SPLIT, "hybrid_zero2")},
     **{(name, "offload"): _NOT_IN_PARTS for name in ROWS if name not in _IN_SHARDS},
     **{(name, "param_dtype"): "compute within torch.autocast, or take zero1" for name in ROWS if name not in _IN_SHARDS},
     **{(name, "reduce_dtype"): 'use gradient_compression="bf16", or take zero1' for name in ROWS if name not in _IN_SHARDS},

@@ -1,7 +1,7 @@
 """Where simulated parts take the place of real ones in the product's modules. Everything else is the product's own code.
 
 time.monotonic, time.sleep      virtual, in threads of simulated processes; real in all others
-backoff: random                 the scheduler's: a schedule is the same each time
+backoff: _CHANCE                the scheduler's: a schedule is the same each time
 link, writer: threading         their threads and conditions take turns (threads.py)
 writer: ThreadPoolExecutor      reads files at once
 membership: RedisStore          the stores over which ranks meet (transfers.py)
@@ -49,7 +49,7 @@ def installed() -> Iterator[None]:
         for module, name, value in (
             (time, "monotonic", _monotonic),
             (time, "sleep", _sleep),
-            (backoff, "random", _Random),
+            (backoff, "_CHANCE", _Random),
             (link, "threading", SimulatedThreading),
             (writer, "threading", _WriterThreading),
             (writer, "ThreadPoolExecutor", InlineExecutor),

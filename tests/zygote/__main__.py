@@ -31,7 +31,7 @@ import shoal_ps_server.server
 import torch
 import torch.optim.lr_scheduler
 
-from tests.history import recording
+from tests.history import recording, training
 from tests.integration.worker_async import train
 from tests.integration.worker_elastic import train as elastic
 
@@ -41,6 +41,7 @@ PROGRAMS = {
     "train": train.main,
     "recorded-server": recording.serve,
     "recorded-train": recording.train,
+    "history-train": training.main,
     "elastic": elastic.main,
     "script": lambda arguments: run_path(arguments[0], run_name="__main__") and None,
 }

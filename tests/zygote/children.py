@@ -20,12 +20,12 @@ from shoal_common.processes import tied_to_parent
 PATIENCE_S = 100.0
 
 
-def eventually(condition: Callable[[], Any], what: str, *, within_s: float = PATIENCE_S) -> Any:
-    """The condition's first true value."""
+def eventually(condition: Callable[[], Any], what: str | Callable[[], str], *, within_s: float = PATIENCE_S) -> Any:
+    """The condition's first true value. `what` is waited for, and how it stands when the time is over: a text, or what gives one."""
     deadline = time.monotonic() + within_s
     while not (value := condition()):
         if time.monotonic() > deadline:
-            pytest.fail(f"waited {within_s:g} s for {what}")
+            pytest.fail(f"waited {within_s:g} s for {what if isinstance(what, str) else what()}")
         time.sleep(0.01)
     return value
 

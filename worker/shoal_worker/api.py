@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, overload
@@ -17,14 +19,20 @@ from shoal_worker.checkpoint.saving import CheckpointSaver, load_newest
 from shoal_worker.compression.optimizer import GradientCompressionOptimizer, take_apart
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.data.loader import ElasticDataLoader
+from shoal_worker.data.streams import ShardedStream
+from shoal_worker.elastic import collectives, first_of_machine
 from shoal_worker.elastic.evaluation import IteratedBatches, is_due
 from shoal_worker.elastic.evaluation import evaluate as _evaluate
 from shoal_worker.elastic.fixed import check_own
 from shoal_worker.elastic.loader_interface import StepStatus
 from shoal_worker.elastic.worker_process import current_session, find_session, open_session
+from shoal_worker.engine.model_session import ModelSession
+from shoal_worker.engine.several_models import SeveralEngines
+from shoal_worker.settings import WorkerSettings
 from shoal_worker.strategies import registry
 from shoal_worker.strategies.model import ShardedModel
 from shoal_worker.strategies.optimizer import ShardedOptimizer
+from shoal_worker.tracking.mlflow import MLflow
 from shoal_worker.tracking.tensorboard import TensorBoard
 from shoal_worker.tracking.tracker import Sink, Tracker
 
@@ -32,18 +40,26 @@ __all__ = [
     "ElasticDataLoader",
     "ShardedModel",
     "ShardedOptimizer",
+    "ShardedStream",
     "ShardingConfiguration",
     "StepStatus",
+    "MLflow",
     "TensorBoard",
+    "all_reduce",
     "as_distributed",
     "as_distributed_for_high_bandwidth",
     "as_distributed_for_low_bandwidth",
+    "barrier",
+    "broadcast",
     "device",
     "evaluate",
+    "gather",
     "generation",
     "init",
     "is_joining",
     "load_full_state",
+    "main_first",
+    "print_once",
     "rank",
     "register_state",
     "report",
@@ -72,8 +88,8 @@ def init() -> None:
 
 
 def as_distributed(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     strategy: str = "ddp",
     backend: str | None = None,
@@ -84,9 +100,14 @@ def as_distributed(
 
     Rank 0's weights win; other ranks may pass a model on the `meta` device. The model is moved to `shoal.device()`.
 
+    Several models in one loop (a generator and a discriminator) are given together, with an optimizer each: tuples in, tuples out. For a
+    batch each optimizer steps at most once, in any order, and all that they did counts, or is undone, as one step of the run. `step()` says
+    PENDING until the last of them has stepped.
+
     Args:
-        model: the user's module, whole.
-        optimizer: made from `model.parameters()`; with `GradientCompressionOptimizer(optimizer, compressor)` gradients travel compressed.
+        model: the user's module, whole; or several.
+        optimizer: made from `model.parameters()`, for several models one for each; with `GradientCompressionOptimizer(optimizer,
+            compressor)` gradients travel compressed.
         strategy: how to share the work; see the strategies' pages.
         backend: "gloo" or "nccl"; None: nccl where there is CUDA, else gloo. In `shoal.launch` "inmemory", under
             `mpiexec` "mpi", and so with None.
@@ -97,27 +118,63 @@ def as_distributed(
         ConfigurationError: an unknown strategy, backend or option, or values that cannot work together.
         PreconditionError: called a second time in this process.
     """
-    _check_kinds(model, optimizer, config)
+    several = isinstance(model, tuple | list)
+    models, optimizers = _in_pairs(model, optimizer)
+    for one, its_optimizer in zip(models, optimizers, strict=True):
+        _check_kinds(one, its_optimizer, config)
     session = current_session()
-    check_own(model)
+    for one in models:
+        check_own(one)
     model_class, optimizer_class = registry.find(strategy)
     common = {name: value for name, value in options.items() if name in _CONFIG_FIELDS}
     config = dataclasses.replace(config or ShardingConfiguration(), **common)
-    optimizer, compressor = take_apart(optimizer, config.compressor)
-    config = dataclasses.replace(config, gradient_compression=compressor)
+    if len(models) > 1:
+        registry.check_several(model_class.declaration, models, config)
     specific = {name: value for name, value in options.items() if name not in _CONFIG_FIELDS}
-    if not any(p.is_meta for p in model.parameters()):
-        model.to(session.device)
+    taken_apart = [take_apart(each, config.compressor) for each in optimizers]
+    for one in models:
+        if not any(p.is_meta for p in one.parameters()):
+            one.to(session.device)
     if not session.strategy:  # else it is the second call, which is refused
-        session.registered.made_from(model.parameters(), optimizer)
-    distributed, wrapped = registry.build(
-        model_class, optimizer_class, model, optimizer, session, config, backend=backend, options=specific
-    )
-    return distributed if wrapped is None else (distributed, wrapped)
+        parameters = (parameter for one in models for parameter in one.parameters())
+        session.registered.made_from(parameters, *(its_optimizer for its_optimizer, _ in taken_apart))
+    peers: list[ModelSession] = []
+    among = [ModelSession(session, peers, SeveralEngines) if len(models) > 1 else None for _ in models]
+    distributed = [
+        registry.build(
+            model_class,
+            optimizer_class,
+            one,
+            its_optimizer,
+            session,
+            dataclasses.replace(config, gradient_compression=compressor),
+            backend=backend,
+            options=specific,
+            among=own,
+        )
+        for one, (its_optimizer, compressor), own in zip(models, taken_apart, among, strict=True)
+    ]
+    if several:
+        return tuple(one for one, _ in distributed), tuple(wrapped for _, wrapped in distributed)
+    alone, wrapped = distributed[0]
+    return alone if wrapped is None else (alone, wrapped)
+
+
+def _in_pairs(model: Any, optimizer: Any) -> tuple[list[Any], list[Any]]:
+    """Models, and the optimizer of each. Raises ConfigurationError for several models without an optimizer each."""
+    if not isinstance(model, tuple | list):
+        return [model], [optimizer]
+    optimizers = list(optimizer) if isinstance(optimizer, tuple | list) else []
+    if not model or len(optimizers) != len(model) or any(each is None for each in optimizers):
+        raise ConfigurationError(
+            f"as_distributed: {len(model)} models and {len(optimizers)} optimizers; expected an optimizer for each of several models, in "
+            "the same order: as_distributed((one, other), (its_optimizer, the_others)). A model that is not trained stays as it is, outside"
+        )
+    return list(model), optimizers
 
 
 def _check_kinds(model: object, optimizer: object, config: object) -> None:
-    """Raises ConfigurationError for what is no module, optimizer or configuration, or a module that synchronizes by itself."""
+    """Raises ConfigurationError for what is no module, optimizer or configuration."""
     if not isinstance(model, nn.Module):
         raise ConfigurationError(
             f"as_distributed: model is of {type(model).__name__}; expected as_distributed(model, optimizer), an nn.Module first"
@@ -242,17 +299,18 @@ def resume(directory: str | Path) -> bool:
     return load_newest(current_session(), Path(directory))
 
 
-def load_full_state(path: str | Path) -> dict[str, torch.Tensor]:
+def load_full_state(path: str | Path, *, model: int | None = None) -> dict[str, torch.Tensor]:
     """The model's state of a checkpoint, under the original module's names, for `module.load_state_dict`. Needs no session and no ranks.
 
     Args:
         path: a directory given to `save_checkpoint`, of which the newest checkpoint is read, or one `step-<n>` in it.
+        model: which one of a run that trained several, from 0, in the order of `as_distributed`.
 
     Raises:
-        ConfigurationError: there is no checkpoint.
+        ConfigurationError: there is no checkpoint; or it has several models and `model` names none of them.
         CorruptDataError: it is damaged, foreign or of a newer release.
     """
-    return read_model(Path(path))
+    return read_model(Path(path), model)
 
 
 def report(*, loss: float | torch.Tensor) -> None:
@@ -266,8 +324,72 @@ def report(*, loss: float | torch.Tensor) -> None:
     current_session().progress.loss.tell(loss)
 
 
+def all_reduce(value: Any, op: str = "sum") -> Any:
+    """The sum of all ranks' values; with another `op` their "mean", "max" or "min". Every rank calls it, between steps.
+
+    Numbers, tensors of one shape, and lists, tuples and dictionaries of them, alike on all ranks; all get the same, to the last bit. It
+    survives faults, as `evaluate` does: when a rank dies it is the sum over those who are left. In a joiner that replays its script
+    (`is_joining`) it is the joiner's own value. It is made for metrics and decisions, and gathers the values on every rank: gradients and
+    other large tensors go through the strategy.
+
+    Raises:
+        ConfigurationError: another `op`, or a value that cannot be added up.
+        PreconditionError: inside a step (STEP_NOT_FINISHED); ranks gave values of different shapes; async_sgd, whose workers do not meet.
+    """
+    return collectives.all_reduce(current_session(), value, op)
+
+
+def gather(value: Any) -> list[Any]:
+    """All ranks' values, in rank order, on every rank. Every rank calls it, between steps.
+
+    Tensors (on the CPU, of any shape each), numbers, strings, None, and lists, tuples and dictionaries of them. It survives faults: the
+    list is as long as there are ranks at the end. In a joiner that replays its script it has the joiner's value alone.
+
+    Raises:
+        ConfigurationError: a value of another kind.
+        PreconditionError: as `all_reduce`.
+    """
+    return collectives.gather(current_session(), value)
+
+
+def broadcast(value: Any = None, *, from_rank: int = 0) -> Any:
+    """The value of one rank, on every rank; the others' are not looked at. Every rank calls it, between steps.
+
+    Kinds of values and errors as of `gather`. In a joiner that replays its script it is the joiner's own value: what must be the same there
+    belongs into `register_state`.
+    """
+    return collectives.broadcast(current_session(), value, from_rank)
+
+
+def barrier() -> None:
+    """Returns when all ranks have called it, or have died. Between steps; errors as of `all_reduce`.
+
+    For work that one rank does before the others, `main_first` waits without being taken for a hang.
+    """
+    collectives.barrier(current_session())
+
+
+def print_once(*values: Any, **options: Any) -> None:
+    """`print`, on one rank alone: the first one that has the run's state. No rank waits for another."""
+    if current_session().is_first:
+        print(*values, **options)  # noqa: T201 - what it is for
+
+
+def main_first(*, timeout: timedelta = timedelta(hours=1)) -> AbstractContextManager[None]:
+    """Put around what one process of each machine is to do before the others: a download, filling a cache, compiling an extension.
+
+    The first one to come runs it alone, and the others run it after that, and find the work done. If it dies, another one is first. May be
+    used anywhere, also before `init()`.
+
+    Raises:
+        DeadlineError: the first one took longer than `timeout`.
+    """
+    block = first_of_machine.next_block(inspect.currentframe())
+    return first_of_machine.main_first(f"{WorkerSettings().job_id} {Path.cwd()} {block}", timeout=timeout)
+
+
 def track(*sinks: Sink, every_steps: int = 10) -> None:
-    """Writes loss, speed, ranks and faults to `sinks`, such as `shoal.TensorBoard("runs/digits")`, every so many steps.
+    """Writes loss, speed, ranks and faults to `sinks`, every so many steps: `shoal.TensorBoard("runs/digits")`, `shoal.MLflow("digits")`.
 
     Called once, before the loop, on every rank: the first rank writes, and when it dies the next one goes on, in the same run. After a
     resume, steps that are done again appear once. The loss is the writing rank's own (`shoal.report`), or that of `train_step`.

@@ -67,6 +67,8 @@ class WorkerSettings(CallerSettings):
     member_file: Path | None = None
     """Where to write "joined" when this process becomes a member of its job, and "finished" when it came to the end of its script as one:
     its launcher has to know, also while nobody can reach the coordinator. None: nowhere."""
+    tally_file: Path | None = None
+    """Where to count this worker's commits for its launcher (shoal_common.tally); None: nowhere."""
     allow_restart_from_scratch: bool = False
     """Whether to begin again at step 0 when every process that held the state is gone and no checkpoint was taken up. Else that is an
     error, PROGRESS_LOST."""

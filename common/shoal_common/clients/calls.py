@@ -2,27 +2,46 @@
 
 from __future__ import annotations
 
+import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Final, Generic, Self, TypeVar
 
 import grpc
 
 from shoal_common.errors import UnavailableError
-from shoal_common.rpc.channel import ChannelSettings, channel
-from shoal_common.rpc.status import from_rpc_error
+from shoal_common.rpc.channel import ChannelSettings, channel, is_name
+from shoal_common.rpc.status import from_rpc_error, is_unreachable
 
 ResponseT = TypeVar("ResponseT")
 
 
+_RENEW_EVERY_S: Final = 0.5
+
+
 class Caller:
-    """One channel to one server, and the stub on it. Any thread may call; `close()` cancels what is in progress."""
+    """One channel to one server, and the stub on it. Any thread may call; `close()` cancels what is in progress.
+
+    Where the server has a name (`is_name`), a call that could not reach it gives the next ones a fresh channel. Calls in progress stay with
+    theirs.
+    """
 
     def __init__(self, settings: ChannelSettings, interceptors: Sequence[Any], stub: Callable[[grpc.Channel], Any]) -> None:
-        self.channel = channel(settings, interceptors=interceptors)
-        self._stub = stub(self.channel)
+        """`stub`: makes the methods that are called, on a channel."""
+        self._interceptors = interceptors
+        self._make_stub = stub
         self._settings = settings
+        self._renews = is_name(settings.address)
+        self._lock = threading.Lock()
+        self._channel = channel(settings, interceptors=interceptors)
+        self._made_at = time.monotonic()
+        self.stub = stub(self._channel)
+        """The methods of the service on the newest channel; who calls one takes it from here each time."""
+        self._streams: weakref.WeakSet[ResponseStream[Any]] = weakref.WeakSet()
+        """Some may be on channels from before."""
         self._closed = False
 
     def unary(
@@ -36,14 +55,20 @@ class Caller:
     ) -> ResponseT:
         """One answer, of type `response`. `metadata`: of this call alone. DeadlineError after `deadline` (None: the settings')."""
         with self.errors(method):
-            answer: ResponseT = getattr(self._stub, method)(request, timeout=self.seconds(deadline), metadata=metadata)
+            answer: ResponseT = getattr(self.stub, method)(request, timeout=self.seconds(deadline), metadata=metadata)
             return answer
 
     def stream(self, method: str, request: Any, response: type[ResponseT], deadline: timedelta | None) -> ResponseStream[ResponseT]:
         """Many answers; without a `deadline` the stream may stay open for ever, guarded by keepalive."""
         with self.errors(method):
-            call = getattr(self._stub, method)(request, timeout=None if deadline is None else deadline.total_seconds())
-        return ResponseStream(call, self, method)
+            call = getattr(self.stub, method)(request, timeout=None if deadline is None else deadline.total_seconds())
+        stream: ResponseStream[ResponseT] = ResponseStream(call, self, method)
+        with self._lock:
+            self._streams.add(stream)
+            closed = self._closed
+        if closed:  # in between
+            call.cancel()
+        return stream
 
     def seconds(self, deadline: timedelta | None) -> float:
         return (self._settings.deadline if deadline is None else deadline).total_seconds()
@@ -59,12 +84,25 @@ class Caller:
             if self._closed:
                 raise UnavailableError(f"{call}: this client was closed", reason="CLIENT_CLOSED") from error
             if isinstance(error, grpc.RpcError):
+                if is_unreachable(error):
+                    self._renew()
                 raise from_rpc_error(error, call=call) from error
             raise
 
+    def _renew(self) -> None:
+        with self._lock:
+            if self._renews and not self._closed and time.monotonic() - self._made_at >= _RENEW_EVERY_S:
+                self._channel = channel(self._settings, interceptors=self._interceptors)
+                self._made_at = time.monotonic()
+                self.stub = self._make_stub(self._channel)
+
     def close(self) -> None:
-        self._closed = True
-        self.channel.close()
+        with self._lock:
+            self._closed = True
+            streams = list(self._streams)
+        self._channel.close()
+        for stream in streams:
+            stream.end()
 
 
 class ResponseStream(Generic[ResponseT]):
@@ -88,6 +126,10 @@ class ResponseStream(Generic[ResponseT]):
                     raise StopIteration from None
                 raise
             return response
+
+    def end(self) -> None:
+        """Ends the call; who iterates gets the error that `Caller.errors` makes of that."""
+        self._call.cancel()
 
     def cancel(self) -> None:
         """Ends the call. Idempotent."""

@@ -17,6 +17,7 @@ from itertools import chain
 from types import TracebackType
 from typing import Any, Final, Self
 
+import grpc
 import xxhash
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_protos.v1.parameter_server_pb2_grpc import ParameterServerStub
@@ -36,6 +37,28 @@ DEFAULT_STREAM_DEADLINE: Final = timedelta(seconds=60)
 
 Partitions = Iterable[tuple[pb.PushHeader, memoryview]]
 """What is pushed: each partition's header (payload_bytes and checksum as the caller set them) and its encoded payload."""
+
+
+class _Stub:
+    """The methods of the service: the generated ones, and those that carry tensors, whose messages Shoal's own codec writes."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self._generated = ParameterServerStub(channel)
+        self.initialize = channel.stream_unary(
+            f"/{SERVICE}/Initialize", request_serializer=encode_push_chunk, response_deserializer=pb.PushResponse.FromString
+        )
+        self.push = channel.stream_unary(
+            f"/{SERVICE}/Push", request_serializer=encode_push_chunk, response_deserializer=pb.PushResponse.FromString
+        )
+        self.restore_rows = channel.stream_unary(
+            f"/{SERVICE}/RestoreRows", request_serializer=encode_rows_chunk, response_deserializer=pb.RestoreRowsResponse.FromString
+        )
+        self.read_rows = channel.unary_stream(f"/{SERVICE}/ReadRows", request_serializer=pb.ReadRowsRequest.SerializeToString)
+        # Chunks are decoded by the reader, where a malformed one can be named: from a deserializer gRPC only says that it failed.
+        self.pull = channel.unary_stream(f"/{SERVICE}/Pull", request_serializer=pb.PullRequest.SerializeToString)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generated, name)
 
 
 class ParameterServerClient:
@@ -59,32 +82,19 @@ class ParameterServerClient:
         work and does not."""
         keep_freed_memory()
         self._member_id = member_id
-        self._caller = Caller(settings, interceptors, ParameterServerStub)
-        grpc_channel = self._caller.channel
-        self._initialize = grpc_channel.stream_unary(
-            f"/{SERVICE}/Initialize", request_serializer=encode_push_chunk, response_deserializer=pb.PushResponse.FromString
-        )
-        self._push = grpc_channel.stream_unary(
-            f"/{SERVICE}/Push", request_serializer=encode_push_chunk, response_deserializer=pb.PushResponse.FromString
-        )
+        self._caller = Caller(settings, interceptors, _Stub)
         self._bulk = BulkChannel(
             settings,
             lambda job_id, member_id, deadline: self.open_data(job_id, member_id, deadline=deadline),
             transport=transport,
             fell_back=fell_back,
         )
-        self._restore_rows = grpc_channel.stream_unary(
-            f"/{SERVICE}/RestoreRows", request_serializer=encode_rows_chunk, response_deserializer=pb.RestoreRowsResponse.FromString
-        )
-        self._read_rows = grpc_channel.unary_stream(f"/{SERVICE}/ReadRows", request_serializer=pb.ReadRowsRequest.SerializeToString)
-        # Chunks are decoded by the reader, where a malformed one can be named: from a deserializer gRPC only says that it failed.
-        self._pull = grpc_channel.unary_stream(f"/{SERVICE}/Pull", request_serializer=pb.PullRequest.SerializeToString)
 
     # ---------------------------------------------------------------------------------------------------------- tensors
 
     def initialize(self, partitions: Partitions, *, deadline: timedelta = DEFAULT_STREAM_DEADLINE) -> list[pb.PartitionResult]:
         """Offers first values; the first writer of each partition wins. One result per partition, in order."""
-        return self._upload(Kind.INITIALIZE, self._initialize, partitions, deadline)
+        return self._upload(Kind.INITIALIZE, self._caller.stub.initialize, partitions, deadline)
 
     def push(self, partitions: Partitions, *, deadline: timedelta = DEFAULT_STREAM_DEADLINE) -> list[pb.PartitionResult]:
         """Pushes gradients. One result per partition, in order.
@@ -92,7 +102,7 @@ class ParameterServerClient:
         After an error some partitions may have been applied: push them all again with the same sequence numbers; what was applied is
         acknowledged and not applied twice. Buffers must not change until the call returns. `partitions` may be read on another thread.
         """
-        return self._upload(Kind.PUSH, self._push, partitions, deadline)
+        return self._upload(Kind.PUSH, self._caller.stub.push, partitions, deadline)
 
     def pull(
         self,
@@ -116,7 +126,7 @@ class ParameterServerClient:
             if connection is not None:
                 return connection.pull(request, receiver, until)
         with self._caller.errors("Pull"):
-            call = self._pull(request, timeout=until - time.monotonic())
+            call = self._caller.stub.pull(request, timeout=until - time.monotonic())
             try:
                 for data in call:
                     receiver.receive(*decode_pull_chunk(data))
@@ -138,7 +148,7 @@ class ParameterServerClient:
         header: pb.RowsHeader | None = None
         digest, came = xxhash.xxh3_64(), 0
         with self._caller.errors("ReadRows"):
-            call = self._read_rows(request, timeout=deadline.total_seconds())
+            call = self._caller.stub.read_rows(request, timeout=deadline.total_seconds())
             try:
                 for data in call:
                     opening, piece = decode_rows_chunk(data, CorruptDataError)
@@ -160,7 +170,7 @@ class ParameterServerClient:
         """Puts the file of a bucket in its place. `payload`: its bytes, in pieces of at most 4 MiB."""
         outgoing = chain([(header, memoryview(b""))], ((None, piece) for piece in payload))
         with self._caller.errors("RestoreRows"):
-            answer: pb.RestoreRowsResponse = self._restore_rows(outgoing, timeout=deadline.total_seconds())
+            answer: pb.RestoreRowsResponse = self._caller.stub.restore_rows(outgoing, timeout=deadline.total_seconds())
             return answer
 
     def _upload(

@@ -78,7 +78,8 @@ class PullReceiver:
         header = self._headers[-1]
         if self._received != header.payload_bytes:
             raise CorruptDataError(
-                f"partition {header.partition_id} is truncated: {self._received} of {header.payload_bytes} bytes came", reason="TRUNCATED"
+                f"partition {header.partition_id} is truncated: {self._received} of {header.payload_bytes} bytes came; pull it again",
+                reason="PAYLOAD_TRUNCATED",
             )
         if self._target is not None and header.checksum and checksum(self._target) != header.checksum:
-            raise CorruptDataError(f"partition {header.partition_id} fails its checksum", reason="CHECKSUM_MISMATCH")
+            raise CorruptDataError(f"partition {header.partition_id} fails its checksum; pull it again", reason="CHECKSUM_MISMATCH")

@@ -6,6 +6,7 @@ and must never be used in a forked child; asynchronous ones belong to the runnin
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -126,6 +127,7 @@ def _options(settings: ChannelSettings) -> list[tuple[str, Any]]:
         # A server that comes back is found within seconds, not minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2000),
+        ("grpc.dns_min_time_between_resolutions_ms", 1000),
         ("grpc.enable_retries", int(settings.attempts > 1)),
     ]
     if settings.attempts > 1:
@@ -134,6 +136,19 @@ def _options(settings: ChannelSettings) -> list[tuple[str, Any]]:
     if settings.server_name is not None:
         options.append(("grpc.ssl_target_name_override", settings.server_name))
     return options
+
+
+def is_name(address: str) -> bool:
+    """Whether the host of `address`, host:port, is a name and no IP address.
+
+    A channel that could not look its name up waits before it does so again, up to two minutes, which no option shortens. A container that
+    is started again has no name meanwhile, and another address after it: whoever calls by a name takes a fresh channel after a failure.
+    """
+    try:
+        ipaddress.ip_address(parse_address(address).host.strip("[]"))
+    except ValueError:
+        return True
+    return False
 
 
 def milliseconds(duration: timedelta) -> int:

@@ -4,23 +4,18 @@ Server: grpc_server_started_total, grpc_server_handled_total, grpc_server_msg_re
 grpc_server_handling_seconds. Client: the same with grpc_client_, without the message counts. Labels grpc_type, grpc_service,
 grpc_method, and grpc_code spelled as in Go ("OK", "InvalidArgument"). Messages that a handler moves through its context
 (context.read, context.write) are not counted. Only methods that exist are counted, so strangers cannot make new label values.
+server_interceptor.py counts on a server.
 """
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
-import grpc.aio
 from prometheus_client import CollectorRegistry, Counter, Histogram
-
-from shoal_common.rpc.handlers import behaviour_of, with_behaviour
 
 _CALL_LABELS: Final = ("grpc_type", "grpc_service", "grpc_method")
 _BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -36,19 +31,8 @@ _GO_CODES: Final[Mapping[int | None, str]] = {
 }
 
 
-@dataclass(frozen=True)
-class _Call:
-    """One method's metrics, with its labels bound."""
-
-    started: Counter
-    handled: Callable[[str], Counter]
-    received: Counter
-    sent: Counter
-    seconds: Histogram
-
-
-class ServerMetricsInterceptor(grpc.aio.ServerInterceptor):
-    """Outermost on a server, so that it sees the statuses that others give. One per registry."""
+class ServerMetrics:
+    """Metrics of a server's calls. One per registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, text: str, *more: str) -> Counter:
@@ -65,94 +49,28 @@ class ServerMetricsInterceptor(grpc.aio.ServerInterceptor):
             registry=registry,
             buckets=_BUCKETS_S,
         )
-        self._calls: dict[tuple[str, bool, bool], _Call] = {}
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler | None:
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        return _counted(handler, self._call(handler_call_details.method, handler))
-
-    def _call(self, method: str, handler: grpc.RpcMethodHandler) -> _Call:
-        kind = (bool(handler.request_streaming), bool(handler.response_streaming))
-        key = (method, *kind)
-        if key not in self._calls:
-            labels = (_TYPES[kind], *split_method(method))
-            self._calls[key] = _Call(
-                started=self._started.labels(*labels),
-                handled=lambda code: self._handled.labels(*labels, code),
-                received=self._received.labels(*labels),
-                sent=self._sent.labels(*labels),
-                seconds=self._seconds.labels(*labels),
-            )
-        return self._calls[key]
+    def of(self, method: str, handler: grpc.RpcMethodHandler) -> MethodMetrics:
+        """The counters of one method. The caller has seen that it exists: names that strangers send must not become label values."""
+        labels = (_TYPES[bool(handler.request_streaming), bool(handler.response_streaming)], *split_method(method))
+        return MethodMetrics(
+            started=self._started.labels(*labels),
+            handled=lambda code: self._handled.labels(*labels, code),
+            received=self._received.labels(*labels),
+            sent=self._sent.labels(*labels),
+            seconds=self._seconds.labels(*labels),
+        )
 
 
-def _counted(handler: grpc.RpcMethodHandler, call: _Call) -> grpc.RpcMethodHandler:
-    behaviour = behaviour_of(handler)
+@dataclass(frozen=True, kw_only=True)
+class MethodMetrics:
+    """One method's metrics, with its labels bound."""
 
-    def begin(request: Any) -> tuple[Any, float]:
-        call.started.inc()
-        if handler.request_streaming:
-            return _counting(request, call.received), time.perf_counter()
-        call.received.inc()
-        return request, time.perf_counter()
-
-    def end(code: str, start: float) -> None:
-        call.handled(code).inc()
-        call.seconds.observe(time.perf_counter() - start)
-
-    if inspect.isasyncgenfunction(behaviour):
-
-        async def streamed(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-            request, start = begin(request)
-            code = "OK"
-            try:
-                async with aclosing(behaviour(request, context)) as responses:
-                    async for response in responses:
-                        call.sent.inc()
-                        yield response
-            except BaseException as error:
-                code = _code_of(error, context)
-                raise
-            finally:
-                end(code, start)
-
-        return with_behaviour(handler, streamed)
-
-    async def answered(request: Any, context: grpc.aio.ServicerContext) -> Any:
-        request, start = begin(request)
-        code = "OK"
-        try:
-            response = await behaviour(request, context)
-            if not handler.response_streaming:
-                call.sent.inc()
-            return response
-        except BaseException as error:
-            code = _code_of(error, context)
-            raise
-        finally:
-            end(code, start)
-
-    return with_behaviour(handler, answered)
-
-
-async def _counting(messages: AsyncIterator[Any], counter: Counter) -> AsyncIterator[Any]:
-    async for message in messages:
-        counter.inc()
-        yield message
-
-
-def _code_of(error: BaseException, context: grpc.aio.ServicerContext) -> str:
-    if isinstance(error, asyncio.CancelledError | GeneratorExit):
-        return go_code(grpc.StatusCode.CANCELLED)
-    if isinstance(error, grpc.aio.AbortError):
-        return go_code(context.code())
-    return go_code(grpc.StatusCode.UNKNOWN)
+    started: Counter
+    handled: Callable[[str], Counter]
+    received: Counter
+    sent: Counter
+    seconds: Histogram
 
 
 class ClientMetricsInterceptor(

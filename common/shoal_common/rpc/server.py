@@ -23,8 +23,8 @@ from prometheus_client import CollectorRegistry
 
 from shoal_common.errors import ConfigurationError
 from shoal_common.rpc.channel import milliseconds
-from shoal_common.rpc.metrics import ServerMetricsInterceptor
-from shoal_common.rpc.server_interceptors import AuthInterceptor, ErrorInterceptor
+from shoal_common.rpc.metrics import ServerMetrics
+from shoal_common.rpc.server_interceptor import Admission, ServerInterceptor
 from shoal_common.security import Role, TlsSettings, TokenTable
 from shoal_common.settings import parse_address
 
@@ -108,11 +108,7 @@ class RpcServer:
         self._settings = settings
         self._service_name = service_name
         self._register = register
-        self._interceptors = (
-            ServerMetricsInterceptor(metrics_registry),
-            ErrorInterceptor(),
-            AuthInterceptor(settings.tokens, allowed_roles, job=job),
-        )
+        self._interceptor = ServerInterceptor(ServerMetrics(metrics_registry), Admission(settings.tokens, allowed_roles, job=job))
         self._health = health_aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
 
@@ -120,7 +116,7 @@ class RpcServer:
         """Binds, serves and says SERVING; returns the port. ConfigurationError when the address cannot be bound."""
         if self._server is not None:
             raise RuntimeError("this RpcServer was started before; make a new one")
-        server = grpc.aio.server(interceptors=self._interceptors, options=_options(self._settings))
+        server = grpc.aio.server(interceptors=(self._interceptor,), options=_options(self._settings))
         self._register(server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((self._service_name, "grpc.health.v1.Health", reflection.SERVICE_NAME), server)

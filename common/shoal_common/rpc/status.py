@@ -119,6 +119,11 @@ def from_rpc_error(rpc_error: grpc.RpcError, *, call: str = "") -> ShoalError:
     return _class_of(code, info)(message, reason=info.reason, retry_after=retry_after)
 
 
+def is_unreachable(rpc_error: grpc.RpcError) -> bool:
+    """gRPC itself says UNAVAILABLE, and not the server that was called."""
+    return rpc_error.code() is grpc.StatusCode.UNAVAILABLE and _details(rpc_error)[0] is None
+
+
 def _class_of(code: grpc.StatusCode, info: error_details_pb2.ErrorInfo) -> type[ShoalError]:
     named = _CLASSES.get(info.metadata.get(_CLASS_KEY, ""))
     return named if named is not None and named.code == code.name else _by_reason(code, info.reason)

@@ -8,6 +8,7 @@ before it, or keep it on a private network).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import socket
@@ -38,6 +39,11 @@ from shoal_common.settings import Address, parse_address
 logger = logging.getLogger(__name__)
 
 _REQUEST_TIMEOUT_S: Final = 10
+_MOST_OPEN: Final = 64
+"""Connections that may take their time. Where there are more, those that are open longest are hung up on: who sends its request byte by
+byte, or never, is not to keep others out."""
+_MOST_SERVED: Final = 256
+"""Connections with a thread, those included that were hung up on and whose routes wait for something. Further ones are closed at once."""
 
 
 @dataclass(frozen=True)
@@ -144,19 +150,51 @@ def serve_metrics(
         open_paths = frozenset({"/healthz", *without_token})
         checking_paths = frozenset(checking_job)
 
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-        block_on_close = False
+    class Server(_BoundedServer):
         address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-
-        def handle_error(self, request: Any, client_address: Any) -> None:
-            logger.debug("a connection broke", exc_info=True, extra={"client": client_address})
 
     try:
         server = Server((address.host, address.port), Handler)
     except OSError as error:
         raise ConfigurationError(f"cannot listen on {listen}: {error}; free the address, or use port 0 for one that is") from error
     return HttpServer(server)
+
+
+class _BoundedServer(ThreadingHTTPServer):
+    """A thread for each connection, up to a bound."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, *arguments: Any) -> None:
+        self._served: dict[socket.socket, None] = {}
+        """Longest open first."""
+        self._lock = threading.Lock()
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """On the listening thread: gives a connection its thread."""
+        with self._lock:
+            too_many = len(self._served) >= _MOST_SERVED
+            slow = list(self._served)[: max(0, len(self._served) + 1 - _MOST_OPEN)]
+            if not too_many:
+                self._served[request] = None
+            for connection in slow:
+                with contextlib.suppress(OSError):  # its peer has gone
+                    connection.shutdown(socket.SHUT_RDWR)
+        if too_many:
+            super().shutdown_request(request)
+        else:
+            super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """On the connection's own thread, at its end."""
+        with self._lock:
+            self._served.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        logger.debug("a connection broke", exc_info=True, extra={"client": client_address})
 
 
 class _Handler(BaseHTTPRequestHandler):

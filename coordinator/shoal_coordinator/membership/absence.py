@@ -49,12 +49,11 @@ def leases_ended(draft: Draft, events: list[LeaseEnded]) -> None:
 
 def lose_absent(draft: Draft) -> None:
     """A generation is due at once: those who would not hear of it are not waited for."""
-    now_ms = draft.now.ms
-    for member in [m for m in draft.members.values() if m.phase is MemberPhase.RANKED]:
-        pulse = draft.pulse(member.member_id)
-        if pulse is None:
-            continue
-        if pulse.silent_ms(now_ms) > draft.spec.lease_ms:
+    now_ms, lease_ms = draft.now.ms, draft.spec.lease_ms
+    suspects = [name for name, p in draft.pulses.members.items() if p.detached_ms is not None or p.silent_ms(now_ms) > lease_ms]
+    for member in [m for name in suspects if (m := draft.members.get(name)) is not None and m.phase is MemberPhase.RANKED]:
+        pulse = draft.pulses.members[member.member_id]
+        if pulse.silent_ms(now_ms) > lease_ms:
             detail = f"no heartbeat for {pulse.silent_ms(now_ms)} ms, and its peers go on without it"
             member_lost(draft, MemberLost(member_id=member.member_id, ending=Ending.LEASE_EXPIRED, detail=detail))
         elif pulse.detached_ms is not None and now_ms >= pulse.detached_ms + draft.policy.reconnect_ms:
@@ -85,7 +84,7 @@ def _why_put_out(draft: Draft, member: Member, pulse: Pulse, heard: Heard) -> st
         return "since its session's stream was closed"
     if draft.phase is JobPhase.FINISHED or draft.departing:
         return None
-    if draft.spec.parameter_servers or draft.count_loaders():
+    if draft.spec.parameter_servers or draft.layout is not None or draft.count_loaders():
         return "and its batches wait for it"
     if member.phase is MemberPhase.READY:
         return "and it waits for a rank"

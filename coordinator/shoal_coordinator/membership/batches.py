@@ -87,6 +87,11 @@ class Ledger:
         else:
             self._leased.pop(member_id, None)
 
+    def held(self, member_id: str, *, without: Iterable[int] = ()) -> int:
+        """How many batches are leased to a member, but for those that it says to be finished."""
+        done = set(without)
+        return sum(batch not in done for batch in self._leased.get(member_id, ()))
+
     def keeps_pace(self, member_id: str, batch_ms: int) -> None:
         """Notes how long a member takes for a batch; 0: it does not say."""
         if batch_ms:

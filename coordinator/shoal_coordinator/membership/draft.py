@@ -30,6 +30,7 @@ IN_MEMORY = frozenset(
         "kept_out_until_ms",
         "standby_text",
         "standby_told_ms",
+        "servers_awaited",
         "looked_ms",
         "look_at_moves_ms",
         "failed_receivers",
@@ -103,6 +104,7 @@ class Draft:
         self.look_at_moves_ms = state.look_at_moves_ms
         self.failed_receivers = state.failed_receivers
         self.failed_givers = state.failed_givers
+        self.servers_awaited = state.servers_awaited
         self.fresh_failures = state.fresh_failures
 
         self.broken: list[str] = []
@@ -336,6 +338,7 @@ class Draft:
             look_at_moves_ms=self.look_at_moves_ms,
             failed_receivers=self.failed_receivers,
             failed_givers=self.failed_givers,
+            servers_awaited=self.servers_awaited,
             fresh_failures=self.fresh_failures,
         )
         changes = Changes(

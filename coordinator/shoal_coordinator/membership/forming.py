@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Final
 
 from shoal_coordinator.membership.draft import Draft
 from shoal_coordinator.membership.effects import AnnounceGeneration, Record, SendMembers, SendStop
 from shoal_coordinator.membership.joining import has_place
 from shoal_coordinator.membership.rank_changes import change_between, changes_to_write
 from shoal_coordinator.membership.ranks import assign_ranks
-from shoal_coordinator.membership.state import Cause, Generation, JobPhase, Member, MemberPhase
+from shoal_coordinator.membership.state import Cause, Generation, Identity, JobPhase, Member, MemberPhase
+
+_MOST_NAMED: Final = 8
+"""Newcomers that an event names."""
 
 
 def form(draft: Draft, cause: Cause, reason: str, *, joiners: int, draining: Sequence[Member] = ()) -> None:
@@ -46,11 +50,25 @@ def form(draft: Draft, cause: Cause, reason: str, *, joiners: int, draining: Seq
     _leave_out_draining(draft, generation, previous)
 
     draft.reasons.append(f"generation {draft.number} ({cause}, {len(generation.ranks)} ranks): {reason}")
-    attributes = {"cause": cause, "world_size": str(len(generation.ranks)), "reason": reason}
+    attributes = {"cause": cause, "world_size": str(len(generation.ranks)), "reason": reason, "joined": _joined(draft, generation)}
     draft.records.append(Record(kind="generation_formed", generation=draft.number, attributes=attributes))
     draft.effects.append(AnnounceGeneration(generation=generation))
     member_ids = tuple(rank.member_id for rank in generation.ranks)
     draft.effects.append(SendMembers(generation=draft.number, member_ids=member_ids, key_digests=draft.key_digests(member_ids)))
+
+
+def named(identity: Identity, rank: int | None) -> str:
+    """A member for people. `rank`: its last one; None: it had none."""
+    return f"{'a worker' if rank is None else f'rank {rank}'} (pid {identity.pid} on {identity.host})"
+
+
+def _joined(draft: Draft, generation: Generation) -> str:
+    """Who is new in a generation that is not the run's first, for people; empty: nobody."""
+    new = [(number, rank.member_id) for number, rank in enumerate(generation.ranks) if rank.joining]
+    if len(new) == len(generation.ranks):
+        return ""
+    told = [named(draft.members[member_id].identity, number) for number, member_id in new[:_MOST_NAMED]]
+    return ", ".join(told) + (f" and {len(new) - len(told)} more" if len(new) > len(told) else "")
 
 
 def draining_in_group(draft: Draft) -> list[Member]:
@@ -94,9 +112,11 @@ def _choose(draft: Draft, joiners: int, draining: Mapping[str, Member]) -> tuple
 def _give_ranks(draft: Draft, generation: Generation) -> None:
     """Touches only members that change: the others' records need not be written again."""
     at_work = (MemberPhase.RANKED, MemberPhase.DRAINING)
+    members, unplaced = draft.members, draft.unplaced
     for rank in generation.ranks:
-        member = draft.members[rank.member_id]
-        draft.unplaced.pop(rank.member_id, None)
+        member = members[rank.member_id]
+        if unplaced:
+            unplaced.pop(rank.member_id, None)
         if member.works_in or member.phase not in at_work:
             phase = member.phase if member.phase is MemberPhase.DRAINING else MemberPhase.RANKED
             draft.put_member(replace(member, phase=phase, works_in=0))

@@ -49,6 +49,13 @@ def batches_leased(draft: Draft, event: BatchesLeased) -> Leased:
     repeated = ledger.repeated(event.member_id, event.sequence) if event.sequence else None
     if repeated is not None and event.sequence < repeated.sequence:
         raise InvalidRequestError(f"sequence={event.sequence}: member {event.member_id} has sent {repeated.sequence} before")
+    held = ledger.held(event.member_id, without=event.finished)
+    if repeated is None and held + event.want > draft.policy.most_batches:
+        raise LimitError(
+            f"want={event.want}: member {event.member_id} holds {held} batches of epoch {event.epoch} of loader {event.loader!r}, and may "
+            f"hold {draft.policy.most_batches}; say which are finished",
+            reason=Refusal.BATCHES_LIMIT,
+        )
     ledger.finish(event.member_id, event.finished)
     members = 1 if draft.generation is None else max(1, len(draft.generation.ranks))
     ledger.keeps_pace(event.member_id, event.batch_ms)

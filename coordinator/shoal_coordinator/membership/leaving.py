@@ -10,7 +10,7 @@ from shoal_common.errors import PreconditionError, UnknownResourceError
 from shoal_coordinator.membership.draft import Draft
 from shoal_coordinator.membership.effects import EndSession, Record, SendDrain, SendStop, StopServers
 from shoal_coordinator.membership.events import DrainRequested, Ending, ExitReported, LeaveReason, MemberLeft, MemberLost, StopRequested
-from shoal_coordinator.membership.forming import holds_state
+from shoal_coordinator.membership.forming import holds_state, named
 from shoal_coordinator.membership.joining import has_place, live_member, stop_for
 from shoal_coordinator.membership.reasons import Refusal
 from shoal_coordinator.membership.recovery import is_recovering
@@ -191,10 +191,11 @@ def _is_new(draft: Draft, member: Member) -> bool:
 
 
 def _take_out(draft: Draft, member: Member, *, kind: str, ending: Ending | LeaveReason, detail: str, steps: int = 0) -> None:
+    rank = draft.place_of(member.member_id)
     draft.remove_member(member.member_id, ending, steps)
-    draft.records.append(
-        Record(kind=kind, generation=draft.number, member_id=member.member_id, attributes={"ending": ending, "detail": detail})
-    )
+    who = named(member.identity, rank)
+    attributes = {"ending": ending, "detail": detail, "rank": "" if rank is None else str(rank), "who": who}
+    draft.records.append(Record(kind=kind, generation=draft.number, member_id=member.member_id, attributes=attributes))
     if draft.in_phase(MemberPhase.QUARANTINED):
         _release_quarantined(draft, member.member_id)
 

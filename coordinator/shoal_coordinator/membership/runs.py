@@ -81,7 +81,7 @@ def check_run(draft: Draft, event: OfRun) -> None:
     if is_current(draft, run):
         return
     if _may_come_back(draft, run):
-        if isinstance(told, MemberJoined) and told.last_generation > draft.number:
+        if isinstance(told, MemberJoined) and _has_worked_in_it(draft, told):
             _bring_back(draft, run)
             return
         if isinstance(told, ServerRegistered):
@@ -161,6 +161,13 @@ def _may_come_back(draft: Draft, run: RunId) -> bool:
         known_ends.append(draft.ended_unix_ms)
     unused = draft.is_fresh or (not _goes_on(draft) and not draft.members)
     return unused and find_past(draft, run) is None and run.number >= draft.run.number and run.began_unix_ms >= max(known_ends, default=0)
+
+
+def _has_worked_in_it(draft: Draft, event: MemberJoined) -> bool:
+    """Whether a member of a run that Redis has lost is let in: who is refused changes nothing, its run neither."""
+    lost = event.last_generation - draft.number
+    known = _goes_on(draft) and (event.identity.member_id in draft.members or event.identity.member_id in draft.departed)
+    return 0 < lost <= draft.policy.most_lost_generations and not known
 
 
 def _bring_back(draft: Draft, run: RunId) -> None:

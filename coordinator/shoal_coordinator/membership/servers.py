@@ -31,7 +31,7 @@ class Registered:
 def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
     """A parameter server opened a session: a new one takes the lowest free place, one that was there before keeps its own. A process that
     was drained is told to end."""
-    if draft.spec.parameter_servers == 0:
+    if draft.spec.max_parameter_servers == 0:
         raise PreconditionError(
             f"job {draft.spec.job_id} has no parameter servers; create it with parameter_servers >= 1", reason=Refusal.JOB_WITHOUT_SERVERS
         )
@@ -150,7 +150,15 @@ def _promote(draft: Draft, lost: Server) -> None:
     draft.records.append(Record(kind="server_promoted", attributes=attributes))
 
 
-def tensors_declared(draft: Draft, event: TensorsDeclared) -> ShardLayout:
+@dataclass(frozen=True, kw_only=True)
+class ServersAwaited:
+    """The outcome of TensorsDeclared while servers are missing: ask again."""
+
+    registered: int
+    wanted: int
+
+
+def tensors_declared(draft: Draft, event: TensorsDeclared) -> ShardLayout | ServersAwaited:
     """A worker says what its model consists of: the first one fixes the layout, the others get the same."""
     if draft.layout is not None:
         if draft.layout.tensors != event.tensors:
@@ -161,7 +169,7 @@ def tensors_declared(draft: Draft, event: TensorsDeclared) -> ShardLayout:
             )
         _check_all_have_addresses(draft, draft.layout)
         return draft.layout
-    wanted = draft.spec.parameter_servers
+    wanted = draft.spec.servers_to_lay_out
     if wanted == 0:
         raise PreconditionError(
             f"job {draft.spec.job_id} has no parameter servers; create it with parameter_servers >= 1", reason=Refusal.JOB_WITHOUT_SERVERS
@@ -173,10 +181,9 @@ def tensors_declared(draft: Draft, event: TensorsDeclared) -> ShardLayout:
             reason=Refusal.TENSORS_LIMIT,
         )
     there = [index for index, primary in primaries(draft).items() if primary.serves]
-    if len(there) < wanted:
-        raise UnavailableError(
-            f"job {draft.spec.job_id} waits for its parameter servers: {len(there)} of {wanted} are registered", reason=Refusal.NO_SERVERS
-        )
+    draft.servers_awaited = max(0, wanted - len(there))
+    if draft.servers_awaited:
+        return ServersAwaited(registered=len(there), wanted=wanted)
     draft.layout = lay_out(event.tensors, there)
     attributes = {"tensors": str(len(event.tensors)), "partitions": str(len(draft.layout.partitions)), "servers": str(len(there))}
     draft.records.append(Record(kind="tensors_declared", attributes=attributes))
@@ -202,7 +209,7 @@ def _newcomer(draft: Draft, event: ServerRegistered) -> Server:
     if draft.layout is None and event.held_index is not None and event.held_index not in places:
         return _placed(event, event.held_index)  # Redis has lost the job, and the server has not
     staying = [index for index in places if index not in draft.moves.draining]
-    for index in sorted({*staying, *(range(draft.spec.parameter_servers) if draft.layout is None else ())}):
+    for index in sorted({*staying, *(range(draft.spec.servers_to_lay_out) if draft.layout is None else ())}):
         primary = places.get(index)
         if primary is None:
             return _placed(event, index)

@@ -23,7 +23,7 @@ class JobSpec:
     max_workers: int
     """Largest world; min_workers to LARGEST_WORLD."""
     parameter_servers: int = 0
-    """Servers the job waits for before its tensors are laid out; >= 0."""
+    """Servers that are started with the job; >= 0."""
     max_parameter_servers: int = 0
     """The most that it may have; 0: as many, which is filled in; else parameter_servers to MOST_SERVERS."""
     parameter_server_backups: int = 0
@@ -39,6 +39,12 @@ class JobSpec:
     def __post_init__(self) -> None:
         if self.max_parameter_servers == 0:  # also in a job that an older release wrote
             object.__setattr__(self, "max_parameter_servers", self.parameter_servers)
+
+    @property
+    def servers_to_lay_out(self) -> int:
+        """Servers the job waits for before its tensors are laid out; 0: it has none. Where none is started with the job, but some may be,
+        it waits for one."""
+        return self.parameter_servers or min(1, self.max_parameter_servers)
 
     @cached_property
     def heartbeat_interval_ms(self) -> int:
@@ -103,6 +109,8 @@ class Policy:
     """Member ids that are remembered after their end, oldest forgotten first."""
     most_loaders: int = 64
     """Loader names with leased batches."""
+    most_batches: int = 65_536
+    """Batches of one epoch that a member may hold; as many can be acknowledged at once."""
     epochs_kept: int = 2
     """Epochs of one loader whose leases are kept at once; asking for an older one is answered with epoch_done."""
     move_retry_ms: int = 2_000

@@ -440,6 +440,8 @@ class JobState:
     """In memory only. By the index of a place to which the last move of partitions failed, by no fault of the giver's."""
     failed_givers: Mapping[int, FailedServer] = field(default_factory=dict)
     """In memory only. By the index of a place from which the last move of partitions failed, by its own fault."""
+    servers_awaited: int = 0
+    """In memory only. How many parameter servers were missing when a worker last declared its tensors."""
     fresh_failures: int = 0
     """In memory only. Collectives that failed in generations one after another, each before Policy.fresh_generation_ms."""
 

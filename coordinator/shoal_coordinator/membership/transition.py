@@ -51,14 +51,21 @@ from shoal_coordinator.membership.moves import move_reported, moves_due, server_
 from shoal_coordinator.membership.pulse import Pulses
 from shoal_coordinator.membership.recovery import recovery_due
 from shoal_coordinator.membership.runs import RunEnding, RunGranted, check_run, run_wanted
-from shoal_coordinator.membership.servers import Registered, backup_reported, server_lost, server_registered, tensors_declared
+from shoal_coordinator.membership.servers import (
+    Registered,
+    ServersAwaited,
+    backup_reported,
+    server_lost,
+    server_registered,
+    tensors_declared,
+)
 from shoal_coordinator.membership.shards import ShardLayout
 from shoal_coordinator.membership.spec import JobSpec, Policy
 from shoal_coordinator.membership.stalls import stalls_due
 from shoal_coordinator.membership.state import JobState, MemberPhase, Now, RunId
 from shoal_coordinator.membership.streams import stream_broken, streams_due
 
-Granted = RunGranted | RunEnding | Joined | ExitNoted | DrainNoted | Registered | ShardLayout | Leased | None
+Granted = RunGranted | RunEnding | Joined | ExitNoted | DrainNoted | Registered | ShardLayout | ServersAwaited | Leased | None
 """What a granted event is answered with; None: there is nothing to say."""
 
 Outcome = Granted | ShoalError

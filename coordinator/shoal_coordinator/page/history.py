@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 _INTERVAL_MS: Final = 1_000
 _MOST: Final = 600
 """Points of a job. When there are as many, every second one is dropped, and half as many are taken from then on."""
+_MOST_JOBS: Final = 1_000
+"""Jobs that nobody is in any more and whose history is kept, those that ended last."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,16 +71,20 @@ class Histories:
         return history.points if history is not None and history.run == run else []
 
     def look(self) -> None:
-        """Takes a point of each job that has not ended."""
+        """Takes a point of each job that somebody is in."""
         jobs = {job.state.spec.job_id: job for job in self._observed()}
         for job_id in self._of.keys() - jobs.keys():
             del self._of[job_id]
         for job_id, job in jobs.items():
+            if job.state.is_deserted or job.state.phase is JobPhase.FINISHED:
+                continue
             history = self._of.get(job_id)
             if history is None or history.run != job.state.run:
                 history = self._of[job_id] = History(job.state.run)
-            if job.state.phase is not JobPhase.FINISHED:
-                history.add(_point(job))
+            history.add(_point(job))
+        ended = [job_id for job_id in self._of if jobs[job_id].state.is_deserted]
+        for job_id in sorted(ended, key=lambda job_id: self._of[job_id].points[-1].unix_ms)[:-_MOST_JOBS]:
+            del self._of[job_id]
 
     async def follow(self) -> NoReturn:
         """Looks once a second, until cancelled."""

@@ -6,7 +6,7 @@ import re
 from typing import Final
 
 from shoal_common.errors import ConfigurationError, InvalidRequestError
-from shoal_common.rpc.server_interceptors import caller
+from shoal_common.rpc.server_interceptor import caller
 from shoal_common.settings import parse_address
 
 LARGEST_INT64: Final = (1 << 63) - 1

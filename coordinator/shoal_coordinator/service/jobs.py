@@ -8,7 +8,7 @@ import logging
 import secrets
 from datetime import timedelta
 
-from shoal_common.errors import InternalError, PreconditionError, ShoalError, UnavailableError, UnknownResourceError
+from shoal_common.errors import InternalError, LimitError, PreconditionError, ShoalError, UnavailableError, UnknownResourceError
 from shoal_common.tasks import end_tasks
 
 from shoal_coordinator.membership.effects import Record
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _EPOCH_CHECK_INTERVAL_S = 1.0
 _LONGEST_SWEEP_INTERVAL_S = 60.0
+_MOST_JOBS = 10_000
+"""Jobs of one coordinator, those included that nobody is in any more and that are still known."""
 
 
 class Jobs:
@@ -46,6 +48,7 @@ class Jobs:
         self._loops: dict[str, JobLoop] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._creating = asyncio.Lock()
+        self._retention = retention
         self._sweep_interval_s = min(_LONGEST_SWEEP_INTERVAL_S, retention.total_seconds() / 4)
 
     async def load(self) -> None:
@@ -60,7 +63,9 @@ class Jobs:
         """The job's loop. Raises UnknownResourceError."""
         loop = self._loops.get(job_id)
         if loop is None:
-            raise UnknownResourceError(f"there is no job {job_id!r}; create it with CreateJob", reason=Refusal.JOB_UNKNOWN)
+            raise UnknownResourceError(
+                f"there is no job {job_id!r}; `shoal jobs` lists those that there are, and CreateJob makes one", reason=Refusal.JOB_UNKNOWN
+            )
         return loop
 
     def states(self) -> list[JobState]:
@@ -126,6 +131,13 @@ class Jobs:
         if stored is not None:
             self._start(stored)
             return False
+        if len(self._loops) >= _MOST_JOBS:
+            deserted = sum(loop.state.is_deserted for loop in self._loops.values())
+            raise LimitError(
+                f"this coordinator holds {len(self._loops)} jobs, which is all that it may. In {deserted} of them is nobody: they are "
+                f"forgotten {self._retention} after their last change. Use a job's id again for its next run, or lower --job-retention",
+                reason=Refusal.JOBS_LIMIT,
+            )
         # Of a job that was lost, whoever is in a run of it says in which.
         run = RunId(number=1 if given is None else given.number, began_unix_ms=self._clock.now().unix_ms)
         state = job_created(spec, given if given is not None and given.began_unix_ms else run)
@@ -167,8 +179,9 @@ class Jobs:
         if not self.failed.done():
             self.failed.set_result(error)
         self.closing = True
+        reason = Refusal.COORDINATOR_REPLACED if isinstance(error, FencedError) else Refusal.COORDINATOR_STOPPING
         for loop in self._loops.values():
-            loop.fail(UnavailableError(f"this coordinator has ended: {error}", reason=Refusal.COORDINATOR_REPLACED))
+            loop.fail(UnavailableError(f"this coordinator has ended: {error}", reason=reason))
 
     async def _watch_epoch(self) -> None:
         """Commits are fenced anyway; this ends a coordinator that has nothing to commit, so that its members go to the new one."""

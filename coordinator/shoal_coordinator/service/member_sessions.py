@@ -14,7 +14,6 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from datetime import timedelta
-from typing import Final
 
 from google.protobuf.message import DecodeError
 from shoal_common.errors import InvalidRequestError, ShoalError, UnavailableError
@@ -33,9 +32,6 @@ from shoal_coordinator.service.mailbox import Mailbox, Slot
 from shoal_coordinator.service.requests import of_run, parse_collective_failure, parse_heartbeat, parse_join, parse_leave
 from shoal_coordinator.service.responses import run_message, spec_message
 from shoal_coordinator.service.streams import first_message
-
-_MOST_UNDECIDED: Final = 64
-"""A member has few things to say, and each once per session; a newer failure may follow an older one that Redis has not taken yet."""
 
 
 class MemberSessions:
@@ -176,28 +172,14 @@ class MemberSessions:
         if kind == "heartbeat":
             self._beat(job, member_id, message.heartbeat)
         elif kind == "ready":
-            self._submit(job, mailbox, MemberReady(member_id=member_id))
+            job.submit(MemberReady(member_id=member_id), mailbox.take())
         elif kind == "collective_failure":
-            self._submit(job, mailbox, parse_collective_failure(member_id, message.collective_failure))
+            job.submit(parse_collective_failure(member_id, message.collective_failure), mailbox.take())
         elif kind == "leave":
-            self._submit(job, mailbox, parse_leave(member_id, message.leave))
+            job.submit(parse_leave(member_id, message.leave), mailbox.take())
         else:
             raise InvalidRequestError(f"a session's message is {kind or 'empty'}: expected heartbeat, ready, collective_failure or leave")
         return bool(kind == "leave")
-
-    def _submit(self, job: JobLoop, mailbox: Mailbox, event: Event) -> None:
-        def done(outcome: Outcome) -> None:
-            mailbox.undecided -= 1
-            if isinstance(outcome, ShoalError):
-                mailbox.end(outcome)
-
-        if mailbox.undecided >= _MOST_UNDECIDED:
-            raise UnavailableError(
-                f"this session has {mailbox.undecided} messages that Redis has not taken yet; a member says what it has to say once",
-                reason=Refusal.QUEUE_LIMIT,
-            )
-        mailbox.undecided += 1
-        job.submit(event, done)
 
     def _beat(self, job: JobLoop, member_id: str, message: pb.Heartbeat) -> None:
         generation, progress = parse_heartbeat(message)

@@ -26,7 +26,7 @@ _ROLES: Final[Mapping[str, frozenset[Role]]] = {
     "ReportExit": frozenset({Role.WORKER}),
     "DrainMember": frozenset(),
     "DrainServer": frozenset(),
-    "StopJob": frozenset(),
+    "StopJob": frozenset({Role.WORKER}),
     "ServerSession": frozenset({Role.SERVER}),
     "DeclareTensors": frozenset({Role.WORKER}),
     "GetShardMap": ANY_ROLE,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from shoal_common.errors import InvalidRequestError, StaleGenerationError
-from shoal_common.rpc.server_interceptors import member_key
+from shoal_common.rpc.server_interceptor import member_key
 from shoal_common.security import member_key_digest
 from shoal_common.tables.declaration import TableSpec, wrong_shape
 from shoal_protos.v1 import coordinator_pb2 as pb
@@ -94,18 +94,12 @@ def parse_spec(message: pb.JobSpec) -> JobSpec:
         min_workers=smallest,
         max_workers=number("max_workers", message.max_workers, low=smallest, high=LARGEST_WORLD),
         parameter_servers=servers,
-        max_parameter_servers=_most_servers(servers, message.max_parameter_servers),
+        max_parameter_servers=number("max_parameter_servers", message.max_parameter_servers or servers, low=servers, high=MOST_SERVERS),
         parameter_server_backups=number("parameter_server_backups", message.parameter_server_backups, high=1),
         join_grace_ms=number("join_grace_ms", message.join_grace_ms, high=600_000),
         lease_ms=number("lease_ms", message.lease_ms or DEFAULT_LEASE_MS, low=500, high=600_000),
         stall_timeout_ms=number("stall_timeout_ms", message.stall_timeout_ms or DEFAULT_STALL_TIMEOUT_MS, low=1000, high=3_600_000),
     )
-
-
-def _most_servers(servers: int, most: int) -> int:
-    if servers == 0 and most != 0:
-        raise wrong("max_parameter_servers", most, "0 where parameter_servers is 0")
-    return number("max_parameter_servers", most or servers, low=servers, high=MOST_SERVERS)
 
 
 def parse_join(message: pb.Join) -> tuple[str, MemberJoined]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Final
@@ -10,6 +11,7 @@ from shoal_common.rank_table import MOST_TOLD_WHOLE, runs
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_coordinator.membership.effects import SendMove, SendPlace
+from shoal_coordinator.membership.events import Ending
 from shoal_coordinator.membership.pulse import Progress, Pulse, Pulses
 from shoal_coordinator.membership.shards import Bucket, ShardLayout, Share, TensorSpec
 from shoal_coordinator.membership.spec import JobSpec
@@ -104,6 +106,9 @@ def generation_message(generation: Generation) -> pb.Generation:
     return message
 
 
+_PUT_OUT: Final = (Ending.STREAM_BROKEN, Ending.LEASE_EXPIRED, Ending.STALLED)
+
+
 def announcement(generation: Generation, *, most_whole: int = MOST_TOLD_WHOLE) -> Callable[[int], bytes]:
     """The serialized directive that tells the member of a rank of this generation, by the rank: what all are told is serialized once.
 
@@ -117,7 +122,13 @@ def announcement(generation: Generation, *, most_whole: int = MOST_TOLD_WHOLE) -
         head.change.CopyFrom(pb.RankChange(since=change.since, removed=change.removed, added=added))
     for_all = pb.MemberDirective(generation=head).SerializeToString()
     # Serialized messages one behind the other are read as one.
-    return lambda rank: for_all + pb.MemberDirective(rank=rank).SerializeToString()
+    return lambda rank: for_all + _rank_alone(rank)
+
+
+@functools.cache
+def _rank_alone(rank: int) -> bytes:
+    message: bytes = pb.MemberDirective(rank=rank).SerializeToString()
+    return message
 
 
 def ranks_message(generation: Generation, positions: Iterable[int]) -> pb.GetRanksResponse:
@@ -187,6 +198,8 @@ def job_message(
         waits_for=state.stall.text if state.stall is not None else "",
         run=run_message(state.run),
         past_runs=[past_run_message(past) for past in state.past_runs],
+        servers_awaited=state.servers_awaited,
+        member_put_out=(gone := state.departed.get(member_id)) is not None and gone.ending in _PUT_OUT,
     )
 
 

@@ -116,9 +116,9 @@ class ServerSessions:
                     case "heartbeat":
                         self._beat(job, server_id, number("heartbeat.stored_bytes", message.heartbeat.stored_bytes))
                     case "backup":
-                        job.submit(parse_backup_report(server_id, message.backup))
+                        job.submit(parse_backup_report(server_id, message.backup), mailbox.take())
                     case "move":
-                        job.submit(parse_move_report(server_id, message.move))
+                        job.submit(parse_move_report(server_id, message.move), mailbox.take())
                     case kind:
                         raise InvalidRequestError(f"a server session's message is {kind or 'empty'}: expected heartbeat, backup or move")
         except ShoalError as error:

@@ -5,13 +5,14 @@ Errors are raised; RpcServer turns them into statuses. Sessions are in member_se
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Final
 
-from shoal_common.errors import PreconditionError
-from shoal_common.rpc.server_interceptors import caller, member_key
+from shoal_common.errors import LimitError, PreconditionError, UnavailableError
+from shoal_common.rpc.server_interceptor import caller, member_key
 from shoal_common.security import Role, check_member_key
 from shoal_protos.v1 import coordinator_pb2 as pb
 
@@ -19,6 +20,7 @@ from shoal_coordinator.membership import runs
 from shoal_coordinator.membership.leases import Leased
 from shoal_coordinator.membership.leaving import DrainNoted, ExitNoted
 from shoal_coordinator.membership.reasons import Refusal
+from shoal_coordinator.membership.servers import ServersAwaited
 from shoal_coordinator.membership.shards import ShardLayout
 from shoal_coordinator.membership.state import JobState, RunId
 from shoal_coordinator.service import checks, requests, responses
@@ -31,6 +33,8 @@ from shoal_coordinator.service.server_sessions import ServerSessions
 from shoal_coordinator.state.store import JobStore
 
 _EVENTS_AT_ONCE: Final = 500
+_MOST_WATCHERS: Final = 1_000
+"""Callers that follow the events of one job at once."""
 
 
 class CoordinatorServicer:
@@ -52,6 +56,8 @@ class CoordinatorServicer:
         self._members = members
         self._servers = servers
         self._timeout_s = request_timeout.total_seconds()
+        self._watchers: Counter[str] = Counter()
+        """Job -> callers that follow its events."""
 
     # --------------------------------------------------------------------------------------------------------------- jobs
 
@@ -110,17 +116,13 @@ class CoordinatorServicer:
 
     # ----------------------------------------------------------------------------------------------------------- sessions
 
-    async def JoinSession(self, messages: AsyncIterator[pb.MemberMessage], context: Any) -> AsyncIterator[bytes]:  # noqa: N802
+    def JoinSession(self, messages: AsyncIterator[pb.MemberMessage], context: Any) -> AsyncGenerator[bytes, None]:  # noqa: N802
         """A member's session."""
-        async with aclosing(self._members.serve(messages)) as directives:
-            async for directive in directives:
-                yield directive
+        return self._members.serve(messages)
 
-    async def ServerSession(self, messages: AsyncIterator[pb.ServerMessage], context: Any) -> AsyncIterator[bytes]:  # noqa: N802
+    def ServerSession(self, messages: AsyncIterator[pb.ServerMessage], context: Any) -> AsyncGenerator[bytes, None]:  # noqa: N802
         """A parameter server's session."""
-        async with aclosing(self._servers.serve(messages)) as directives:
-            async for directive in directives:
-                yield directive
+        return self._servers.serve(messages)
 
     async def GetRanks(self, request: pb.GetRanksRequest, context: Any) -> bytes:  # noqa: N802
         """Ranks of the newest generation, from memory; the whole table is serialized once, for all that ask for it."""
@@ -136,6 +138,11 @@ class CoordinatorServicer:
         """Lays out a model's tensors over the servers."""
         job = self._job(request)
         layout = await job.ask(of_run(request.run, requests.parse_tensors(request)), timeout_s=self._timeout_s)
+        if isinstance(layout, ServersAwaited):
+            raise UnavailableError(
+                f"job {job.state.spec.job_id} waits for its parameter servers: {layout.registered} of {layout.wanted} are registered",
+                reason=Refusal.NO_SERVERS,
+            )
         assert isinstance(layout, ShardLayout)
         return pb.DeclareTensorsResponse(shard_map=responses.shard_map_message(layout, job.state))
 
@@ -169,6 +176,12 @@ class CoordinatorServicer:
         """A job's events."""
         job = self._job(request)
         after, run = requests.parse_event_id(request.after_event_id), requests.parse_run(request.run)
+        with self._followed(job.state.spec.job_id) if request.follow else nullcontext():
+            async with aclosing(self._events(job, after, run, follow=request.follow)) as events:
+                async for event in events:
+                    yield event
+
+    async def _events(self, job: JobLoop, after: str, run: RunId | None, *, follow: bool) -> AsyncGenerator[pb.Event, None]:
         while True:
             # Made before reading, so that a commit between the two is not waited for.
             committed = job.next_commit()
@@ -179,11 +192,27 @@ class CoordinatorServicer:
                 after = event.event_id
             if len(events) == _EVENTS_AT_ONCE:
                 continue
-            if not request.follow:
+            if not follow:
                 return
             await committed.wait()
             if job.failure is not None:
                 raise job.failure
+
+    @contextmanager
+    def _followed(self, job_id: str) -> Iterator[None]:
+        """While one more caller follows a job's events. Raises LimitError."""
+        if self._watchers[job_id] >= _MOST_WATCHERS:
+            raise LimitError(
+                f"{self._watchers[job_id]} callers follow the events of job {job_id}, which is all that may; ask again without follow",
+                reason=Refusal.WATCHERS_LIMIT,
+            )
+        self._watchers[job_id] += 1
+        try:
+            yield
+        finally:
+            self._watchers[job_id] -= 1
+            if not self._watchers[job_id]:
+                del self._watchers[job_id]
 
     def _check_speaks_for(self, request: Any) -> None:
         """Raises PermissionDeniedError where the request names a member that the caller is not."""

@@ -227,8 +227,7 @@ def _names(kind: Any) -> tuple[str, ...]:
     return tuple(item.name for item in fields(kind))
 
 
-def _dump(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+_dump: Final = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
 # ------------------------------------------------------------------------------------------------------------------ reading

@@ -191,7 +191,8 @@ class CoordinatorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StopJob(self, request, context):
-        """Asks all members to stop at the next step border, and closes the job to joins. Idempotent. Role: admin.
+        """Asks all members to stop at the next step border, and closes the job to joins. Idempotent. Role: worker: launchers stop a job whose
+        workers have failed, or whose plain script has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -80,7 +80,10 @@ class HyperparameterChange:
 def check_job(job_id: str, expected: str) -> None:
     """Raises UnknownResourceError / JOB_UNKNOWN for a request of another job."""
     if job_id != expected:
-        raise UnknownResourceError(f"this server holds job {expected!r}, the request is for {job_id!r}", reason="JOB_UNKNOWN")
+        raise UnknownResourceError(
+            f"this server holds job {expected!r}, the request is for {job_id!r}; the coordinator says where that job's servers are",
+            reason="JOB_UNKNOWN",
+        )
 
 
 def parse_upload_header(header: pb.PushHeader, layout: Layout, kind: UploadKind) -> UploadHeader:

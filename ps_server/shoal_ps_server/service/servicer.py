@@ -17,7 +17,7 @@ import grpc.aio
 from shoal_common.bulk.transport import Transport
 from shoal_common.errors import PermissionDeniedError, PreconditionError, UnavailableError, UnknownResourceError
 from shoal_common.failpoints import failpoint
-from shoal_common.rpc.server_interceptors import caller, member_key
+from shoal_common.rpc.server_interceptor import caller, member_key
 from shoal_common.security import ANY_ROLE, Role
 from shoal_common.server_optimizers import Unit
 from shoal_common.wire import CHUNK_BYTES, encode_pull_chunk

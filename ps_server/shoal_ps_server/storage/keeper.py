@@ -104,7 +104,7 @@ class SnapshotKeeper:
             except OSError as error:
                 self._metrics.snapshot_failures.inc()
                 raise UnavailableError(
-                    f"the snapshot could not be written to {self._directory.path}: {error}",
+                    f"the snapshot could not be written to {self._directory.path}: {error}; make room on its disk",
                     reason="SNAPSHOT_FAILED",
                     retry_after=_RETRY_AFTER,
                 ) from error

@@ -1,7 +1,8 @@
 """The program: its commands, and how errors reach a person. Each command's flags are in its own module; what it needs is imported when it
 is called.
 
-Flags may be spelled with hyphens or underscores, as torchrun allows. Exit statuses: docs/exit-status.md.
+Flags may be spelled with hyphens or underscores, as torchrun allows. Exit statuses:
+docs/exit-status.md; what errors mean, and what to do: docs/troubleshooting.md.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from shoal.cli.events import events
 from shoal.cli.jobs import jobs
 from shoal.cli.logs import logs
 from shoal.cli.options import with_credentials
+from shoal.cli.plan import plan
 from shoal.cli.run import run
 from shoal.cli.status import status
 from shoal.cli.submit import submit
@@ -41,6 +43,7 @@ app.command(context_settings={"allow_interspersed_args": False})(up)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False})(
     with_credentials(submit)
 )
+app.command()(plan)
 app.command()(with_credentials(jobs))
 app.command(context_settings={"allow_interspersed_args": False})(with_credentials(coordinate))
 app.command()(certs)
@@ -59,7 +62,9 @@ def run_command() -> None:
     try:
         app(prog_name="shoal")
     except ShoalError as error:
-        print(f"shoal: {error}", file=sys.stderr)  # noqa: T201 - errors become text here
+        # The word by which docs/troubleshooting.md has more; a class's own says no more than the message.
+        reason = "" if error.reason == error.default_reason else f" [{error.reason}]"
+        print(f"shoal: {error}{reason}", file=sys.stderr)  # noqa: T201 - errors become text here
         sys.exit(2 if isinstance(error, ConfigurationError) else 1)
 
 

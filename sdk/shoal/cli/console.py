@@ -8,9 +8,14 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
+from pathlib import Path
 from typing import Final, NoReturn
 
+from shoal.cli.plot import check_plot, draw
+from shoal.cli.progress import BarWriter, PlainLines
+from shoal.launcher.account import RunFigures, figures_lines
 from shoal.launcher.agent import Agent, RunResult
+from shoal.launcher.follower import Show
 from shoal.launcher.output import ConsoleWriter, OutputPump, Stream, TerminalStuckError, Writer
 from shoal.launcher.settings import RunSettings
 from shoal.launcher.site import Site
@@ -46,6 +51,8 @@ def run_to_exit(settings: RunSettings, *, live: bool = False) -> NoReturn:
 
 
 def _run(settings: RunSettings, *, live: bool) -> RunExit:
+    if settings.plot is not None:
+        check_plot(settings.plot)
     with ExitStack() as stack:
         pump: OutputPump
 
@@ -54,15 +61,46 @@ def _run(settings: RunSettings, *, live: bool) -> RunExit:
 
         site = _site(settings, note)
         writer: Writer = ConsoleWriter()
+        show: Show | None = None
+        bar: BarWriter | None = None
         if live and Stream.OUT.is_terminal:
             from shoal.cli.live import LiveView
 
-            writer = stack.enter_context(LiveView(site.coordinator, settings.job_id, fallback=writer)).write
+            view = stack.enter_context(LiveView(site.coordinator, settings.job_id, fallback=writer, progress=settings.progress))
+            writer, show = view.write, view.show
+        elif settings.progress and Stream.ERR.is_terminal:
+            bar = BarWriter(writer)
+            writer, show = bar.write, bar.show
+        elif settings.progress:
+            show = PlainLines(note).show
         pump = OutputPump(writer)
         stack.callback(pump.close, _LAST_OUTPUT_TIMEOUT)
-        result = Agent(settings, site, pump=pump, note=note, colour=_coloured()).run()
+        if bar is not None:
+            bar.on(pump)
+        agent = Agent(settings, site, pump=pump, note=note, colour=_coloured(), show=show)
+        try:
+            result = agent.run()
+        finally:
+            if bar is not None:
+                bar.end()
+            _tell_figures(settings, agent.figures, note)
         summary = _tell_result(settings, result, pump, note)
     return RunExit(result, summary)
+
+
+def _tell_figures(settings: RunSettings, figures: RunFigures, note: Note) -> None:
+    """What the run came to, also where it failed."""
+    for line in figures_lines(figures):
+        note(line)
+    if settings.plot is None:
+        return
+    if not figures.points:
+        note(f"--plot {settings.plot}: nothing is drawn, for no step was committed by a worker of a job (shoal.init)")
+        return
+    try:
+        draw(figures, settings.plot, title=f"{Path(settings.program).name}: job {settings.job_id}")
+    except Exception as error:  # of any kind: the run has ended as it has, whatever becomes of its picture
+        note(f"--plot {settings.plot}: the picture could not be drawn: {error}")
 
 
 def _leave(error: TerminalStuckError) -> NoReturn:

@@ -12,10 +12,11 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Final, Self
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from shoal.launcher.account import Status
 from shoal.launcher.output import Stream, TerminalStuckError, Writer
 
 _INTERVAL_S: Final = 0.5
@@ -26,8 +27,8 @@ _LAST_TABLE_TIMEOUT: Final = timedelta(seconds=20)
 class LiveView:
     """A context manager: shown while it is open."""
 
-    def __init__(self, coordinator: str, job_id: str, *, fallback: Writer) -> None:
-        """`fallback` writes streams that are no terminal."""
+    def __init__(self, coordinator: str, job_id: str, *, fallback: Writer, progress: bool) -> None:
+        """`fallback` writes streams that are no terminal. `progress`: how far the run is stands below the table, once `show` is told."""
         self._coordinator = coordinator
         self._job_id = job_id
         self._fallback = fallback
@@ -37,6 +38,8 @@ class LiveView:
         self._console = Console()
         self._live = Live(Text("starting", style="dim"), console=self._console, auto_refresh=False, transient=True)
         """Not transient once there is something that is worth to stay."""
+        self._progress = progress
+        self._status: Status | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="shoal-live", daemon=True)
 
@@ -48,8 +51,13 @@ class LiveView:
             return
         whole = b"".join(line for line in data.splitlines(keepends=True) if line.endswith(b"\n"))
         if whole:
-            text = Text.from_ansi(whole.decode(errors="replace").removesuffix("\n"))
+            lines = whole.replace(b"\r\n", b"\n")  # of a line that ends with \r\n, rich shows nothing
+            text = Text.from_ansi(lines.decode(errors="replace").removesuffix("\n"))
             self._console.print(text, soft_wrap=True)
+
+    def show(self, status: Status) -> None:
+        """Shows how far the run is, with the next table. Any thread may call it."""
+        self._status = status
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -69,6 +77,7 @@ class LiveView:
         from shoal_common.errors import ShoalError
         from shoal_common.rpc.channel import ChannelSettings
 
+        from shoal.cli.progress import StatusLine
         from shoal.cli.view import job_view
         from shoal.client import Client
 
@@ -79,5 +88,6 @@ class LiveView:
                 except ShoalError:
                     # Not there yet, or away for a moment: what was known stays on the screen.
                     continue
-                self._live.update(job_view(job), refresh=True)
+                status = self._status if self._progress else None
+                self._live.update(job_view(job) if status is None else Group(job_view(job), StatusLine(status)), refresh=True)
                 self._live.transient = False

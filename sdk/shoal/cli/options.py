@@ -16,7 +16,13 @@ Arguments = Annotated[list[str] | None, typer.Argument(help="Its arguments.", sh
 Module = Annotated[
     bool, typer.Option("--module", "-m", help="SCRIPT is a module, run as `python -m` does.", envvar="PET_MODULE", show_envvar=False)
 ]
-Servers = Annotated[int, typer.Option(help="Parameter servers of the job, for async_sgd.")]
+Servers = Annotated[
+    int,
+    typer.Option(
+        help="Parameter servers of the job, for async_sgd and sparse tables. Without, a cluster of the run's own starts one for a script "
+        "that asks."
+    ),
+]
 ServerBackups = Annotated[
     int, typer.Option(help="Backups of each parameter server, 0 or 1: with one, a server that dies is replaced at once.", min=0, max=1)
 ]
@@ -27,6 +33,21 @@ RecordDirectory = Annotated[
     Path | None, typer.Option("--record-dir", help="Record every sample index and commit there, as JSON lines.", show_default=False)
 ]
 Metrics = Annotated[bool, typer.Option(help="Workers serve Prometheus metrics, at SHOAL_METRICS_LISTEN or any port of loopback.")]
+Progress = Annotated[
+    bool,
+    typer.Option(
+        "--progress/--no-progress",
+        help="Show how far an elastic run is: a bar on a terminal, else a line to standard error every 30 s.",
+    ),
+]
+Plot = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.png|FILE.svg",
+        help="Draw loss and throughput over time there at the end, with faults, joins and leaves. Needs matplotlib: the extra [plot].",
+        show_default=False,
+    ),
+]
 MaxRestarts = Annotated[
     int | None,
     typer.Option(

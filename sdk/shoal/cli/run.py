@@ -17,6 +17,8 @@ from shoal.cli.options import (
     MaxServers,
     Metrics,
     Module,
+    Plot,
+    Progress,
     RecordDirectory,
     Script,
     ServerBackups,
@@ -177,6 +179,8 @@ def run(
     max_servers: MaxServers = 0,
     record_dir: RecordDirectory = None,
     metrics: Metrics = True,
+    progress: Progress = True,
+    plot: Plot = None,
 ) -> None:
     """Run a script on many workers, as torchrun does.
 
@@ -219,6 +223,8 @@ def run(
         logs=LogSettings.parse(directory=log_dir, redirects=redirects, tee=tee, console_ranks=local_ranks_filter),
         record_directory=record_dir,
         metrics=metrics,
+        progress=progress,
+        plot=plot,
         **_rendezvous(rdzv_conf),
     )
     run_to_exit(settings)

@@ -14,6 +14,8 @@ from shoal.cli.options import (
     MaxServers,
     Metrics,
     Module,
+    Plot,
+    Progress,
     RecordDirectory,
     Script,
     ServerBackups,
@@ -34,6 +36,8 @@ def up(
     allow_restart_from_scratch: FromScratch = False,
     record_dir: RecordDirectory = None,
     metrics: Metrics = True,
+    progress: Progress = True,
+    plot: Plot = None,
 ) -> None:
     """Run a script on a local cluster, under a live table.
 
@@ -56,5 +60,7 @@ def up(
         allow_restart_from_scratch=allow_restart_from_scratch,
         record_directory=record_dir,
         metrics=metrics,
+        progress=progress,
+        plot=plot,
     )
     run_to_exit(settings, live=True)

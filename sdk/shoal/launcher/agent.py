@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +23,10 @@ from shoal_common.errors import ShoalError
 from shoal_common.exit_status import PUT_OUT
 from shoal_common.scratch import ScratchDirectory
 
+from shoal.launcher.account import RunFigures
+from shoal.launcher.changes import JobEvent
 from shoal.launcher.environment import NodePlacement
+from shoal.launcher.follower import RunFollower, Show
 from shoal.launcher.output import OutputPump
 from shoal.launcher.policy import Action, JobEnd, RestartPolicy, WorkerExit
 from shoal.launcher.process import ExitStatus, stop_all
@@ -42,6 +46,12 @@ _TELL_TIMEOUT: Final = timedelta(seconds=10)
 _NEWS_TIMEOUT: Final = timedelta(seconds=10)
 _PAUSE_S: Final = 0.5
 _SAME_SIGNAL_S: Final = 1.0
+_LOOK_S: Final = 5.0
+"""Between two looks at whether workers were put out of the job."""
+_QUIET: Final = timedelta(seconds=10)
+"""Who has committed a step since then does not hang, and is not asked after."""
+_PUT_OUT_GRACE: Final = timedelta(seconds=20)
+"""How long a worker that was put out has to end by itself. It hears of it in a second or two."""
 _REPLACEMENT_DELAY: Final = timedelta(milliseconds=250)
 """Between a worker's death and its replacement's start, while others run: a new process imports torch for a second or more, on the cores
 on which the others are forming their next generation."""
@@ -62,14 +72,24 @@ class RunResult:
 class Agent:
     """One run. `run` may be called once, on a thread that lives as long as the run."""
 
-    def __init__(self, settings: RunSettings, site: Site, *, pump: OutputPump, note: Callable[[str], None], colour: bool) -> None:
-        """`note` tells a person what happens; `colour`: the workers' prefixes are for a terminal."""
+    def __init__(
+        self,
+        settings: RunSettings,
+        site: Site,
+        *,
+        pump: OutputPump,
+        note: Callable[[str], None],
+        colour: bool,
+        show: Show | None = None,
+    ) -> None:
+        """`note` tells a person what happens; `colour`: the workers' prefixes are for a terminal; `show` is given how far the run is."""
         self._settings = settings
         self._site = site
         self._pump = pump
         self._note = note
         self._files = ScratchDirectory("run")
         self._starter = WorkerStarter(settings, coordinator=site.coordinator, directory=self._files.path, pump=pump, colour=colour)
+        self._follower = RunFollower(note=note, show=show)
         self._policy = RestartPolicy(workers=settings.workers, max_restarts=settings.max_restarts, fail_fast=settings.fail_fast)
         self._workers: set[Worker] = set()
         self._asked_to_end: set[Worker] = set()
@@ -90,6 +110,11 @@ class Agent:
         """How many members of the job hold the training state, as the coordinator said it last; None: it has not."""
         self._ending = False
         """The run is being ended: nothing is started any more."""
+
+    @property
+    def figures(self) -> RunFigures:
+        """What the run has come to by now."""
+        return self._follower.account.figures
 
     def run(self) -> RunResult:
         """Runs to the end. Raises ShoalError when the run could not be started or kept up, OSError when a process could not be started.
@@ -119,6 +144,12 @@ class Agent:
                 for task in self._tasks:
                     task.cancel()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
+                await self._follower.finish(self._ask_for_events if self._reporter is not None else None)
+
+    async def _ask_for_events(self, after: str) -> Sequence[JobEvent]:
+        reporter = self._reporter
+        assert reporter is not None, "nobody is asked before the site is open"
+        return await self._in_thread(lambda: reporter.events(after))
 
     def _end(self, ending: Ending) -> None:
         """Ends what still runs, in the order that lets each take its leave."""
@@ -155,7 +186,11 @@ class Agent:
             self._note(str(over))
             self._finished.set_result(0)
             return
+        if self._site.run is not None:
+            self._follower.of_run(self._site.run.number)
         self._spawn(self._follow_moves())
+        self._spawn(self._kill_those_put_out(self._reporter))
+        self._spawn(self._follower.follow(self._ask_for_events))
         try:
             await self._site.keep()
         except ShoalError:
@@ -173,6 +208,23 @@ class Agent:
             left = self._node
             if not await self._is_elastic():
                 await self._start_over(again=False, left=left)
+
+    async def _kill_those_put_out(self, reporter: ExitReporter) -> None:
+        """A worker that the job goes on without ends by itself when it hears of it. One that hangs does not: it would keep its memory, and
+        its place from a replacement, and the run from its end."""
+        known: dict[Worker, float] = {}
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            now = asyncio.get_running_loop().time()
+            for worker in [each for each in self._workers if each.may_hang(_QUIET)]:
+                if not await self._in_thread(functools.partial(reporter.is_put_out, worker.member_id)):
+                    known.pop(worker, None)  # it may be back
+                elif now >= known.setdefault(worker, now) + _PUT_OUT_GRACE.total_seconds():
+                    self._note(
+                        f"worker {worker.index} (pid {worker.child.pid}) was put out of the job and has not ended for "
+                        f"{now - known[worker]:.0f} s: it hangs, and is killed"
+                    )
+                    worker.child.kill()
 
     async def _is_elastic(self) -> bool:
         """Whether workers of this launcher have joined the job, once that is known. While nobody can say it, workers that live stay."""
@@ -245,12 +297,14 @@ class Agent:
         assert self._node is not None
         worker = self._starter.start(index, self._node, restarts=restarts)
         self._workers.add(worker)
+        self._follower.started(worker.member_id, worker.tally_file)
         self._spawn(self._watch(worker))
         return worker
 
     async def _watch(self, worker: Worker) -> None:
         status = await worker.child.wait()
         worker.has_succeeded = status.ok
+        self._follower.ended(worker.member_id, status)
         report = await self._report(worker, status)
         self._drain(worker)
         self._workers.discard(worker)

@@ -175,9 +175,19 @@ class LocalCluster:
 
     def start_servers(self) -> None:
         """The last step: parameter servers register with the job, so they come after it."""
-        for index in range(self.job.parameter_servers * (1 + self.job.parameter_server_backups)):
-            self.servers.append(self._server(index))
-            self.servers[-1].start()
+        for _ in range(self.job.parameter_servers * (1 + self.job.parameter_server_backups)):
+            self.start_server()
+
+    def start_server(self) -> Service:
+        """Starts one parameter server more."""
+        self.servers.append(self._server(len(self.servers)))
+        self.servers[-1].start()
+        return self.servers[-1]
+
+    @property
+    def serves_when_asked(self) -> bool:
+        """The job begins without parameter servers, and may have one."""
+        return not self.job.parameter_servers and bool(self.job.max_parameter_servers)
 
     @property
     def client(self) -> CoordinatorClient:

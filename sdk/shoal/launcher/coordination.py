@@ -3,8 +3,7 @@
 A batch system, or a loop over ssh, starts launchers on many machines, and is told nothing but a command line. They need one coordinator,
 whose address is known only when it serves. Here it comes first, with a Redis of its own; then the command, whose environment names it.
 
-The coordinator outlives what it coordinates: batch systems send SIGTERM to all processes of a job at once, while workers need it to leave
-together. So the signal is blocked in it (and in its Redis), and it ends when the command has ended.
+The coordinator ends when the command has ended (`hosted_coordinator`).
 
 All belongs to the thread that calls `run`, the main one.
 """
@@ -16,27 +15,22 @@ import select
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Final
-from urllib.parse import quote
 
-from shoal_common.errors import ConfigurationError, ShoalError
+from shoal_common.errors import ConfigurationError
 from shoal_common.process_secrets import SERVICE_SECRETS, secrets_to_hand_on
 from shoal_common.processes import tied_to_parent
 from shoal_common.scratch import ScratchDirectory
 
 from shoal.launcher import slurm
-from shoal.launcher.cluster import START_TIMEOUT, Service
+from shoal.launcher.hosted_coordinator import HostedCoordinator
 from shoal.launcher.jobs import new_job_id
-from shoal.launcher.process import ExitStatus, stop_all, wait_all
+from shoal.launcher.process import ExitStatus
 
-_STOP_GRACE: Final = timedelta(seconds=10)
-_SHORT_LIFE_S: Final = 5.0
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -56,7 +50,9 @@ class Coordination:
         self._note = note
         self._scratch = ScratchDirectory("coordinate")
         try:
-            self._coordinator = self._service(host, insecure=insecure)
+            self._coordinator = HostedCoordinator(
+                self._scratch.path, host=host, arguments=["--insecure"] if insecure else [], environment=environment, note=note
+            )
             self._variables = _variables(self._coordinator.address, command[0], environment)
         except BaseException:
             self._scratch.close()
@@ -66,7 +62,7 @@ class Coordination:
     def run(self) -> int:
         """The command's status. Raises ShoalError when the coordinator does not start, OSError when the command does not."""
         try:
-            self._start_coordinator()
+            self._coordinator.start()
             told = self._variables
             self._note(
                 f"coordinator at {self._coordinator.address} for job {told['PET_RDZV_ID']}"
@@ -80,24 +76,6 @@ class Coordination:
         finally:
             self._close()
 
-    def _service(self, host: str, *, insecure: bool) -> Service:
-        given = self._environment
-        redis = [] if given.get("SHOAL_COORDINATOR_REDIS") else ["--redis", _redis_url(host, self._scratch.path)]
-        arguments = [*redis, *(["--insecure"] if insecure else [])]
-        try:
-            return Service("coordinator", "shoal_coordinator", arguments, directory=self._scratch.path, environment=given, host=host)
-        except OSError as error:
-            raise ConfigurationError(f"--host {host!r} is not this machine: {error}; name it as the other machines do") from error
-
-    def _start_coordinator(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # a child inherits it
-        try:
-            self._coordinator.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        self._coordinator.wait_ready(START_TIMEOUT)
-        self._served_since = time.monotonic()
-
     def _wait(self, child: subprocess.Popen[bytes]) -> int:
         """Until the command has ended; a coordinator that dies meanwhile is started again, with what it knew."""
         ending = os.pidfd_open(child.pid)
@@ -105,26 +83,13 @@ class Coordination:
             while True:
                 poller = select.poll()
                 poller.register(ending, select.POLLIN)
-                if self._coordinator.child.status is None:
-                    poller.register(self._coordinator.child.pidfd, select.POLLIN)
+                if self._coordinator.is_running:
+                    poller.register(self._coordinator.pidfd, select.POLLIN)
                 if any(descriptor == ending for descriptor, _ in poller.poll()):
                     return child.wait()
-                self._revive()
+                self._coordinator.keep_up()
         finally:
             os.close(ending)
-
-    def _revive(self) -> None:
-        pid, status = self._coordinator.child.pid, self._coordinator.child.poll()
-        lost = f"the coordinator (pid {pid}) ended ({status}; its last words: {self._coordinator.last_words()})"
-        if time.monotonic() - self._served_since < _SHORT_LIFE_S:
-            self._note(f"{lost} as soon as it served, and is given up: workers go on, but none can join or be replaced")
-            return
-        try:
-            self._start_coordinator()
-        except ShoalError as error:
-            self._note(f"{lost} and does not come back: {error}; workers go on, but none can join or be replaced")
-        else:
-            self._note(f"{lost} and serves again as pid {self._coordinator.child.pid}")
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -143,18 +108,9 @@ class Coordination:
 
     def _close(self) -> None:
         try:
-            if self._coordinator.started:
-                child = self._coordinator.child
-                child.send(signal.SIGINT)
-                wait_all([child], _STOP_GRACE)
-                stop_all([child], grace=timedelta(0))
+            self._coordinator.close()
         finally:
-            self._coordinator.release()
             self._scratch.close()
-
-
-def _redis_url(host: str, directory: Path) -> str:
-    return f"embedded://{f'[{host}]' if ':' in host else host}{quote(str(directory / 'redis'))}"
 
 
 def _for_command(environment: Mapping[str, str]) -> dict[str, str]:

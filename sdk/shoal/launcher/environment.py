@@ -53,6 +53,8 @@ class WorkerIdentity:
     launcher_id: str
     member_file: Path
     """The worker writes there that it is a member, and that it has finished."""
+    tally_file: Path
+    """The worker counts its commits there."""
     metrics_listen: str | None
     """host:port, None: no metrics."""
     record_directory: Path | None
@@ -99,6 +101,7 @@ def shoal_variables(identity: WorkerIdentity, *, index: int) -> dict[str, str]:
         "SHOAL_LAUNCHER_ID": identity.launcher_id,
         "SHOAL_LOCAL_INDEX": str(index),
         "SHOAL_MEMBER_FILE": str(identity.member_file),
+        "SHOAL_TALLY_FILE": str(identity.tally_file),
     }
     if identity.run is not None:
         variables["SHOAL_RUN"] = str(identity.run)

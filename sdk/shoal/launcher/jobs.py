@@ -29,7 +29,8 @@ class JobSettings:
     parameter_server_backups: int = 0
     """Backups of each of them, 0 or 1."""
     max_parameter_servers: int = 0
-    """Servers that it may have; 0: as many as `parameter_servers`."""
+    """Servers that it may have; 0: as many as `parameter_servers`. More than 0 where `parameter_servers` is 0: one is started when a script
+    asks for it."""
     join_grace: timedelta = timedelta(seconds=30)
     """How long the first ready worker waits for others, when the world is not full."""
     lease: timedelta | None = None

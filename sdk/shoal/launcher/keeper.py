@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from shoal_common.errors import ShoalError, UnavailableError
+from shoal_common.errors import DeadlineError, ShoalError, UnavailableError
 
 from shoal.launcher.cluster import POLL_INTERVAL, START_TIMEOUT, LocalCluster, Service
 
@@ -18,6 +18,11 @@ _SHORT_LIFE_S: Final = 5.0
 """One that has served for so long has started well: its end is something else, and does not count."""
 _MOST_SHORT_LIVES: Final = 4
 """One that ended so often in a row, and never served for long, would end again."""
+_ASK_EVERY_S: Final = 0.5
+"""How often the coordinator is asked whether a script waits for parameter servers, where none was started with the job; and, where it was
+started again, about the job."""
+_NOBODY: Final = "nobody"
+"""Asked about one member, the coordinator leaves out all others."""
 
 
 class ClusterKeeper:
@@ -41,7 +46,23 @@ class ClusterKeeper:
 
     async def keep(self) -> None:
         """Never returns; to be cancelled before the cluster is closed."""
-        await asyncio.gather(*(self._keep(service) for service in self._cluster.services))
+        kept = [self._keep(service) for service in self._cluster.services]
+        await asyncio.gather(*kept, *([self._serve_when_asked()] if self._cluster.serves_when_asked else []))
+
+    async def _serve_when_asked(self) -> None:
+        """Starts a parameter server once a worker waits for one, and keeps it."""
+        cluster = self._cluster
+        while not await asyncio.to_thread(self._servers_awaited):
+            await asyncio.sleep(_ASK_EVERY_S)
+        server = cluster.start_server()
+        self._note(f"the script uses parameter servers: {server.name} was started for it; --servers N starts more, from the beginning")
+        await self._keep(server)
+
+    def _servers_awaited(self) -> bool:
+        try:
+            return self._cluster.client.get_job(self._cluster.job.job_id, member_id=_NOBODY).servers_awaited > 0
+        except ShoalError:
+            return False  # the coordinator is being started again
 
     async def _keep(self, service: Service) -> None:
         loop = asyncio.get_running_loop()
@@ -63,15 +84,29 @@ class ClusterKeeper:
             served_since = None
             try:
                 await _until_ready(service)
-            except UnavailableError:
-                continue  # its end is noticed above
-            except ShoalError as error:
-                self._note(str(error))
-            else:
                 served_since = loop.time()
                 if service is self._cluster.coordinator:
-                    await asyncio.to_thread(self._cluster.create_job)  # its data may be gone too; else this changes nothing
+                    await self._create_job_again(service)
+            except ShoalError as error:
+                if service.child.poll() is None:  # else its end is noticed above
+                    self._note(str(error))
+            else:
                 self._note(f"{service.name} (pid {pid}) ended ({status}) and serves again as pid {service.child.pid}")
+
+    async def _create_job_again(self, coordinator: Service) -> None:
+        """The coordinator's data may be gone too; else this changes nothing. Asks until it answers: for a while after failures gRPC answers
+        in its place that it cannot be reached. Raises ShoalError: it has ended, or does not answer."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + START_TIMEOUT.total_seconds()
+        while True:
+            try:
+                await asyncio.to_thread(self._cluster.create_job)
+            except (UnavailableError, DeadlineError):
+                if coordinator.child.poll() is not None or loop.time() > deadline:
+                    raise
+                await asyncio.sleep(_ASK_EVERY_S)
+            else:
+                return
 
 
 async def _until_ready(service: Service) -> None:

@@ -158,8 +158,10 @@ class SharedSite:
 
     def fail(self, reason: str) -> None:
         if self._session is not None:
-            with contextlib.suppress(ShoalError):
+            try:
                 self._client.stop_job(self._nodes_job.job_id, reason=reason, deadline=_CALL_DEADLINE)
+            except ShoalError as error:
+                self._note(f"the launchers of other machines could not be told that this one has failed: {error}")
 
     def close(self, ending: Ending) -> None:
         try:

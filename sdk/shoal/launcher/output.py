@@ -134,22 +134,27 @@ class OutputPump:
         if source.file is not None:
             source.file.parent.mkdir(parents=True, exist_ok=True)
             source.log = source.file.open("ab", buffering=0)
-        self._order(lambda: self._register(source))
+        self.order(lambda: self._register(source))
 
     def finish(self, source: Source) -> None:
         """The process of this pipe has ended: moves what the pipe still holds, and closes it.
 
         The pipe's own end is not waited for, since a process that the dead one started may hold it open.
         """
-        self._order(lambda: self._end(source))
+        self.order(lambda: self._end(source))
 
     def say(self, text: str) -> None:
         """Writes lines of the launcher's own to standard error, after all output ordered before."""
-        self._order(lambda: self._write(Stream.ERR, text.encode()))
+        self.order(lambda: self._write(Stream.ERR, text.encode()))
+
+    def order(self, order: Callable[[], None]) -> None:
+        """Has the pump's thread call `order`, after all that was ordered before."""
+        self._orders.put(order)
+        os.eventfd_write(self._wakeup, 1)
 
     def close(self, timeout: timedelta) -> None:
         """Moves what is left and ends the thread. Raises TerminalStuckError when the terminal does not take the output in time."""
-        self._order(self._begin_closing)
+        self.order(self._begin_closing)
         self._thread.join(timeout.total_seconds())
         if self._thread.is_alive():
             raise TerminalStuckError(f"the terminal did not take the workers' last output within {timeout.total_seconds():g} s")
@@ -157,10 +162,6 @@ class OutputPump:
         self._selector.close()
 
     # ---------------------------------------------------------------------------------------------------- the pump's thread
-
-    def _order(self, order: Callable[[], None]) -> None:
-        self._orders.put(order)
-        os.eventfd_write(self._wakeup, 1)
 
     def _run(self) -> None:
         while not self._closing:

@@ -160,7 +160,9 @@ class RestartPolicy:
             self._outlive()
             return Action.NONE
         action = self._after_elastic_failure(worker) if self.elastic else self._after_plain_failure()
-        (self.survived if action is Action.REPLACE else self._failures).append(worker)
+        # Once others have come to the end of the script, they have made up for one that is killed.
+        made_up_for = action is Action.REPLACE or (self.elastic and self.end is JobEnd.COMPLETED and not worker.raised)
+        (self.survived if made_up_for else self._failures).append(worker)
         self._stopping = action in (Action.RESTART_ALL, Action.STOP)
         return action
 

@@ -89,6 +89,18 @@ class ExitReporter:
         ours = sum(member.launcher_id == self._launcher_id for member in job.members)
         return JobNews(end=_ENDS[job.ending], why=job.ending_reason, holders=sum(member.rank >= 0 for member in job.members), ours=ours)
 
+    def is_put_out(self, member_id: str) -> bool:
+        """Whether the coordinator says that a member is one no more, without having said goodbye: nobody waits for its process. Blocks for
+        2 s at most."""
+        try:
+            return bool(self._client.get_job(self._job_id, member_id=member_id, deadline=_CALL_DEADLINE).member_put_out)
+        except ShoalError:
+            return False
+
+    def events(self, after: str) -> list[pb.Event]:
+        """What has happened in the job behind the event `after`; "": from the beginning. Blocks for 2 s at most. Raises ShoalError."""
+        return list(self._client.watch_events(self._job_id, after_event_id=after, deadline=_CALL_DEADLINE))
+
     def close(self) -> None:
         """Reports in progress are given up."""
         self._closed.set()

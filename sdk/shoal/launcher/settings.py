@@ -180,6 +180,10 @@ class RunSettings:
     logs: LogSettings = field(default_factory=LogSettings)
     record_directory: Path | None = None
     metrics: bool = True
+    progress: bool = True
+    """How far the run is is shown while it goes on."""
+    plot: Path | None = None
+    """Where its course is drawn at the end, a .png or .svg; None: nowhere."""
 
     def __post_init__(self) -> None:
         if self.endpoint is None and self.nodes != NodeRange(1, 1):

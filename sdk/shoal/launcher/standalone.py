@@ -73,13 +73,14 @@ class StandaloneSite:
 
 
 def job_of(settings: RunSettings) -> JobSettings:
-    """All workers are waited for at the start, while the grace lasts; but one that is left may go on alone, so `min_workers` is 1."""
+    """All workers are waited for at the start, while the grace lasts; but one that is left may go on alone, so `min_workers` is 1. Where no
+    parameter servers are asked for on the command line, a script may ask for one."""
     return JobSettings(
         job_id=settings.job_id,
         min_workers=1,
         max_workers=settings.workers,
         parameter_servers=settings.servers,
         parameter_server_backups=settings.server_backups,
-        max_parameter_servers=settings.max_servers,
+        max_parameter_servers=settings.max_servers or (0 if settings.servers else 1),
         join_grace=settings.effective_join_grace,
     )

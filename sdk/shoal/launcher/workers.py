@@ -18,6 +18,7 @@ from typing import IO, Final
 
 from shoal_common.own_address import OwnAddress, interface_of
 from shoal_common.runs import Run
+from shoal_common.tally import read_tally
 
 from shoal.launcher.credentials import secrets_as_files
 from shoal.launcher.environment import (
@@ -51,6 +52,8 @@ class Worker:
     child: Child
     error_file: Path
     member_file: Path
+    tally_file: Path
+    """Where it counts its commits: `shoal_common.tally`."""
     sources: tuple[Source, ...]
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when its exit has been dealt with."""
@@ -66,6 +69,13 @@ class Worker:
     def has_finished(self) -> bool:
         """It said that it came to the end of its script, as a member that nobody had asked to leave or to stop."""
         return self._said() == "finished"
+
+    def may_hang(self, quiet: timedelta) -> bool:
+        """It is a member, has not come to its end, and has committed no step for so long."""
+        if self._said() != "joined":
+            return False
+        tally = read_tally(self.tally_file)
+        return tally is None or time.monotonic_ns() - tally.spans[-1].last_ns > quiet.total_seconds() * 1e9
 
     def exit_record(self, status: ExitStatus, *, rank: int = -1) -> WorkerExit:
         """The account of its end. `rank`: its last one, as far as the coordinator knows; -1: it does not."""
@@ -109,8 +119,8 @@ class WorkerStarter:
         placement = WorkerPlacement(index=index, workers=self._settings.workers, node=node)
         member_id, member_key = str(uuid.uuid4()), secrets.token_hex(16)
         error_file = self._directory / f"error-{member_id}.json"
-        member_file = self._directory / f"member-{member_id}"
-        environment = self._environment(placement, member_id, member_key, restarts, error_file, member_file)
+        member_file, tally_file = self._directory / f"member-{member_id}", self._directory / f"tally-{member_id}"
+        environment = self._environment(placement, member_id, member_key, restarts, error_file, member_file, tally_file)
         child = Child(self._settings.command, environment=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert child.stdout is not None
         assert child.stderr is not None
@@ -126,6 +136,7 @@ class WorkerStarter:
             child=child,
             error_file=error_file,
             member_file=member_file,
+            tally_file=tally_file,
             sources=sources,
         )
         for source in sources:
@@ -133,7 +144,14 @@ class WorkerStarter:
         return worker
 
     def _environment(
-        self, placement: WorkerPlacement, member_id: str, member_key: str, restarts: int, error_file: Path, member_file: Path
+        self,
+        placement: WorkerPlacement,
+        member_id: str,
+        member_key: str,
+        restarts: int,
+        error_file: Path,
+        member_file: Path,
+        tally_file: Path,
     ) -> dict[str, str]:
         settings = self._settings
         identity = WorkerIdentity(
@@ -144,6 +162,7 @@ class WorkerStarter:
             member_key=member_key,
             launcher_id=self.launcher_id,
             member_file=member_file,
+            tally_file=tally_file,
             metrics_listen=metrics_listen(os.environ, index=placement.index, enabled=settings.metrics),
             record_directory=self._record_directory,
             allow_restart_from_scratch=settings.allow_restart_from_scratch,

@@ -6,24 +6,25 @@ process namespace, whose first process the kernel kills with the test run. All f
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-import pytest
 from shoal_common.processes import tied_to_parent
 
 from benchmarks.machines import Machines, hindrance
+from tests.zygote import children
 
 CONTROL: Final = "control"
 _PATIENCE_S: Final = 120.0
+eventually = functools.partial(children.eventually, within_s=_PATIENCE_S)
 _PROGRAMS: Final = ("slurmctld", "slurmd", "sbatch", "munged", "nsenter", "unshare")
 # A shell is the machine's first process, and reaps what nobody else does.
 _MACHINE: Final = 'hostname "$0" && mount --bind "$HOSTS" /etc/hosts && { "$@" & wait; }'
@@ -66,15 +67,6 @@ def why_not() -> str | None:
     if missing := [program for program in _PROGRAMS if shutil.which(program) is None]:
         return f"it needs the programs {', '.join(missing)} (Debian: slurm-wlm, munge, util-linux)"
     return hindrance()
-
-
-def eventually(condition: Callable[[], object], what: Callable[[], str]) -> None:
-    """Waits until `condition` holds; `what` says for what, and how things stand."""
-    deadline = time.monotonic() + _PATIENCE_S
-    while not condition():
-        if time.monotonic() > deadline:
-            pytest.fail(f"waited {_PATIENCE_S:g} s for {what()}")
-        time.sleep(0.05)
 
 
 class Slurm:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
 import threading
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter
@@ -15,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from shoal_common.errors import ConfigurationError, PreconditionError, UnavailableError
 from shoal_common.security import TokenTable
 from shoal_common.telemetry import HttpResponse, serve_metrics
+from shoal_common.telemetry import http as http_module
 
 
 @pytest.fixture
@@ -139,3 +142,41 @@ def test_ipv6_works_where_there_is_any(registry):
         pytest.skip("no IPv6 loopback on this machine")
     with server:
         assert server.address == f"[::1]:{server.port}"
+
+
+@pytest.mark.slow
+def test_those_who_never_finish_asking_keep_nobody_out(registry):
+    before = threading.active_count()
+    with serve_metrics("127.0.0.1:0", registry) as server, contextlib.ExitStack() as slow:
+        connections = [slow.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(300)]
+        assert get(server, "/metrics")[0] == 200
+        for connection in connections[:200]:
+            connection.settimeout(10)
+            assert connection.recv(1) == b"", "the longest open ones are hung up on"
+        assert threading.active_count() - before < 300
+
+
+def test_of_those_whose_answers_take_long_there_are_so_many_and_no_more(registry, monkeypatch):
+    monkeypatch.setattr(http_module, "_MOST_SERVED", 3)
+    answered, asked = threading.Event(), threading.Semaphore(0)
+
+    def route(request):
+        asked.release()
+        answered.wait(60)
+        return HttpResponse.text("at last")
+
+    with serve_metrics("127.0.0.1:0", registry, routes={"/slow": route}) as server, ThreadPoolExecutor(3) as callers:
+        waiting = [callers.submit(get, server, "/slow") for _ in range(3)]
+        for _ in waiting:
+            assert asked.acquire(timeout=60)
+        with pytest.raises((ConnectionError, http.client.HTTPException, urllib.error.URLError)):
+            get(server, "/metrics")
+        answered.set()
+        assert [each.result()[:2] for each in waiting] == [(200, "at last\n")] * 3
+        # A thread's end is behind its answer.
+        for _ in range(1000):
+            with contextlib.suppress(ConnectionError, http.client.HTTPException, urllib.error.URLError):
+                assert get(server, "/metrics")[0] == 200
+                break
+        else:
+            raise AssertionError("those that were answered still take up the room")

@@ -112,7 +112,7 @@ def test_partitions_nobody_wants_are_only_reported(client):
     assert client.pull(pull_request(0), lambda _: None)[0].partition_id == 0
 
 
-@pytest.mark.parametrize(("spoil", "reason"), [("bytes", "CHECKSUM_MISMATCH"), ("end", "TRUNCATED")])
+@pytest.mark.parametrize(("spoil", "reason"), [("bytes", "CHECKSUM_MISMATCH"), ("end", "PAYLOAD_TRUNCATED")])
 def test_a_damaged_or_truncated_partition_is_corrupt(client, keeping, spoil, reason):
     client.push([partition(0, 10)])
     keeping.spoil = spoil

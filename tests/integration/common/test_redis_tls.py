@@ -59,7 +59,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module", params=["Valkey behind a proxy with TLS", "a server with TLS"])
+@pytest.fixture(scope="module", params=["Valkey behind a proxy with TLS", pytest.param("a server with TLS", marks=pytest.mark.slow)])
 def port(request: pytest.FixtureRequest, certificates: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     if request.param == "a server with TLS":
         binary = server_with_tls()

@@ -16,9 +16,9 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 from shoal.launcher.ports import ReservedPort
-from shoal_common.clients import CoordinatorClient
+from shoal_common.clients import CoordinatorClient, calls
 from shoal_common.errors import DeadlineError, ShoalError, UnavailableError
-from shoal_common.rpc.channel import ChannelSettings, aio_channel
+from shoal_common.rpc.channel import ChannelSettings, aio_channel, channel
 from shoal_common.rpc.metrics import ClientMetricsInterceptor
 from shoal_common.rpc.status import from_rpc_error
 from shoal_common.security import Role, TokenTable
@@ -108,6 +108,67 @@ def test_a_server_that_comes_back_is_found_again_by_the_same_client(serve, reque
                 break
             except UnavailableError:
                 assert time.monotonic() < deadline, "not found again within 60 s"
+
+
+def test_a_client_of_a_name_takes_a_fresh_channel_when_it_is_not_reached_and_streams_stay_with_theirs(serve, request, monkeypatch):
+    """gRPC waits for up to two minutes before it looks a name up again that was gone for a while."""
+    monkeypatch.setattr(calls, "_RENEW_EVERY_S", 0.0)
+    made = []
+    monkeypatch.setattr(calls, "channel", lambda *given, **options: made.append(channel(*given, **options)) or made[-1])
+    reserved = ReservedPort()
+    request.addfinalizer(reserved.close)
+    running = serve(Flaky(failures=0), listen=f"127.0.0.1:{reserved.port}")
+    named = f"localhost:{reserved.port}"
+    with CoordinatorClient(running.settings(address=named, attempts=1)) as client:
+        stream = client.watch_events("mnist", follow=True)
+        assert next(iter(stream)).event_id == "1-0"
+        monkeypatch.setattr(client._caller.stub, "GetJob", _unreachable)
+        with pytest.raises(UnavailableError, match="address lookup failed"):
+            client.get_job("mnist")
+        assert len(made) == 2
+        assert client.get_job("mnist").now_unix_ms == 1, "over the fresh one"
+        assert len(made) == 2, "which stays as long as it works"
+        ended = threading.Thread(target=client.close)
+        ended.start()
+        with pytest.raises(UnavailableError) as closed:
+            next(stream)
+        ended.join()
+        assert closed.value.reason == "CLIENT_CLOSED"
+
+
+def test_a_client_of_an_address_keeps_its_channel(serve, monkeypatch):
+    monkeypatch.setattr(calls, "_RENEW_EVERY_S", 0.0)
+    with serve(Flaky(failures=0)).client(attempts=1) as client:
+        before = client._caller.stub
+        monkeypatch.setattr(before, "GetJob", _unreachable)
+        with pytest.raises(UnavailableError):
+            client.get_job("mnist")
+        assert client._caller.stub is before
+
+
+def test_a_refusal_by_the_server_itself_keeps_the_channel(serve, monkeypatch):
+    monkeypatch.setattr(calls, "_RENEW_EVERY_S", 0.0)
+    running = serve(Flaky(failures=1))
+    with CoordinatorClient(running.settings(address=f"localhost:{running.address.rpartition(':')[2]}", attempts=1)) as client:
+        before = client._caller.stub
+        with pytest.raises(UnavailableError, match="not now"):
+            client.get_job("mnist")
+        assert client._caller.stub is before
+
+
+class _Unreachable(grpc.RpcError):
+    def code(self):
+        return grpc.StatusCode.UNAVAILABLE
+
+    def details(self):
+        return "address lookup failed for coordinator:7000: Domain name not found"
+
+    def trailing_metadata(self):
+        return ()
+
+
+def _unreachable(*_, **__):
+    raise _Unreachable
 
 
 # ------------------------------------------------------------------------------------------------------------ deadlines

@@ -182,7 +182,7 @@ GOOD_TABLE = pb.TableSpec(buckets=4, initializer="zeros", optimizer="sgd")
         ("parameter_servers", -1),
         ("parameter_servers", 1001),
         ("max_parameter_servers", -1),
-        ("max_parameter_servers", 2),
+        ("max_parameter_servers", 1001),
         ("join_grace_ms", 600_001),
         ("lease_ms", 499),
         ("stall_timeout_ms", 999),

@@ -33,7 +33,7 @@ PROTO_SAYS = {
     "ReportExit": {"worker"},
     "DrainMember": set(),
     "DrainServer": set(),
-    "StopJob": set(),
+    "StopJob": {"worker"},
     "ServerSession": {"server"},
     "DeclareTensors": {"worker"},
     "GetRanks": {"worker"},

@@ -12,8 +12,9 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import pytest
+import redis.asyncio as redis
 from prometheus_client import CollectorRegistry
-from shoal_common.errors import UnavailableError
+from shoal_common.errors import InternalError, UnavailableError
 from shoal_common.redis import EmbeddedRedis
 from shoal_coordinator.membership.events import RunWanted, StopRequested
 from shoal_coordinator.membership.reasons import Refusal
@@ -72,6 +73,26 @@ def test_no_job_starts_in_a_coordinator_that_stops(own_redis: EmbeddedRedis) -> 
                 await created
             assert caught.value.reason == Refusal.COORDINATOR_STOPPING
             assert jobs.states() == []
+
+    asyncio.run(test())
+
+
+def test_a_coordinator_that_cannot_go_on_says_that_it_stops_and_not_that_another_one_took_its_place(redis_url: str) -> None:
+    """Another program has changed a job in Redis under it."""
+
+    async def test() -> None:
+        async with _jobs(redis_url) as jobs, redis.from_url(redis_url) as other:
+            await jobs.create(RunWanted(spec=JobSpec(job_id="job", min_workers=1, max_workers=1)), timeout_s=30)
+            (key,) = [key async for key in other.scan_iter(_type="hash") if await other.hexists(key, "revision")]
+            await other.hincrby(key, "revision", 5)
+            loop = jobs.get("job")
+            with pytest.raises(InternalError, match="at revision"):
+                await loop.ask(StopRequested(reason="a test"), timeout_s=30)
+            async with asyncio.timeout(30):
+                assert isinstance(await jobs.failed, InternalError)
+            assert loop.failure is not None
+            assert loop.failure.reason == Refusal.COORDINATOR_STOPPING
+            await jobs.close(_STOPPING)
 
     asyncio.run(test())
 

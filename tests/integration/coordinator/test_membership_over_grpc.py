@@ -85,6 +85,7 @@ def test_a_broken_stream_shrinks_the_world_at_once(make_job: MakeJob) -> None:
     b.kill()
     generation = a.generation(lambda g: g.number == 2)
     assert ids(generation) == ["a", "c"]
+    assert [job.client.get_job(job.job_id, member_id=name).member_put_out for name in "abc"] == [False, True, False]
     assert generation.cause == pb.Generation.CAUSE_FAILURE
     assert generation.interrupts_below == 2
     assert c.generation(lambda g: g.number == 2) == generation
@@ -148,6 +149,7 @@ def test_a_drained_member_leaves_and_the_others_go_on(make_job: MakeJob) -> None
     a.beat(2)
     eventually(lambda: job.phase_of("b") == "", "b to be gone")
     assert job.get().generation.number == 2
+    assert not job.client.get_job(job.job_id, member_id="b").member_put_out
 
 
 def test_a_reported_exit_shrinks_the_world_and_ends_the_session(make_job: MakeJob) -> None:

@@ -53,6 +53,19 @@ def test_tensors_are_laid_out_when_all_servers_are_there(make_job: MakeJob, make
     assert conflict.value.reason == "TENSORS_CONFLICT"
 
 
+def test_a_job_that_begins_without_servers_may_have_one_when_a_worker_asks(make_job: MakeJob, make_server: MakeServer) -> None:
+    job = make_job(parameter_servers=0, max_parameter_servers=2)
+    assert job.get().servers_awaited == 0, "nobody has asked"
+    with pytest.raises(UnavailableError, match="0 of 1 are registered") as waiting:
+        job.client.declare_tensors(job.job_id, TENSORS)
+    assert waiting.value.reason == "NO_SERVERS"
+    assert job.get().servers_awaited == 1
+    make_server(job, "s0").told("welcome")
+    assert [server.server_index for server in job.client.declare_tensors(job.job_id, TENSORS).shard_map.servers] == [0]
+    assert job.get().servers_awaited == 0
+    assert make_server(job, "s1").told("welcome").server_index == 1, "a further one gets its share while training goes on"
+
+
 def test_a_table_is_laid_out_in_buckets_over_all_servers(make_job: MakeJob, make_server: MakeServer) -> None:
     job = make_job(parameter_servers=2)
     for name in ("s0", "s1"):

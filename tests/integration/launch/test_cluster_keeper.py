@@ -14,6 +14,7 @@ import pytest
 from shoal.launcher import keeper as keeper_module
 from shoal.launcher.cluster import Service
 from shoal.launcher.keeper import ClusterKeeper
+from shoal_common.errors import DeadlineError, UnavailableError
 
 PROGRAM = """
 import json, os, sys, time
@@ -39,7 +40,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         service = Service("server-0", "a_service", [], directory=tmp_path, environment=environment)
         made.append(service)
         notes: list[str] = []
-        cluster: Any = SimpleNamespace(services=[service], coordinator=None)
+        cluster: Any = SimpleNamespace(services=[service], coordinator=None, serves_when_asked=False)
         return service, ClusterKeeper(cluster, note=notes.append), notes
 
     yield make
@@ -84,3 +85,32 @@ def test_a_service_that_never_comes_to_serve_is_given_up(kept: Any) -> None:
     assert len(notes) == 1
     assert "server-0" in notes[0]
     assert "for the 4th time in a row" in notes[0]
+
+
+def test_a_coordinator_that_does_not_answer_at_once_is_asked_again_about_the_job(kept: Any) -> None:
+    """The run ended with it before: gRPC says for a while after failures that a server cannot be reached which serves."""
+    service, keeper, notes = kept(serves=True)
+    answers = [UnavailableError("failed to connect"), DeadlineError("no answer"), None]
+
+    def create_job() -> None:
+        answer = answers.pop(0)
+        if answer is not None:
+            raise answer
+
+    keeper._cluster.coordinator, keeper._cluster.create_job = service, create_job
+
+    async def kill_it() -> None:
+        service.start()
+        keeping = asyncio.create_task(keeper.keep())
+        async with asyncio.timeout(60):
+            while not service.ready():
+                await asyncio.sleep(0.01)
+            os.kill(service.child.pid, signal.SIGKILL)
+            while not notes and not keeping.done():
+                await asyncio.sleep(0.01)
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+
+    asyncio.run(kill_it())
+    assert answers == []
+    assert "serves again as pid" in notes[0]

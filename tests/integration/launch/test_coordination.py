@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.exit_status import PREEMPTED
 from shoal_common.rpc.channel import ChannelSettings
@@ -36,6 +37,7 @@ def test_launchers_find_the_coordinator_and_the_status_is_the_commands(shell: Sh
     assert sorted(out.splitlines()) == ["[0]: 2", "[1]: 2"]
 
 
+@pytest.mark.slow
 def test_a_signal_to_every_process_leaves_the_coordinator_until_the_command_has_ended(shell: Shell, elastic_worker: Path) -> None:
     """As batch systems send it."""
     command = shell.start(*HERE, *RUN, elastic_worker, "never")

@@ -177,6 +177,7 @@ def saving_to_a_full_disk(shell: Shell) -> Path:
     )
 
 
+@pytest.mark.slow
 def test_a_last_checkpoint_that_was_not_written_fails_the_run(shell: Shell) -> None:
     command = shell.start("run", "--standalone", "--nproc-per-node", "2", saving_to_a_full_disk(shell))
     assert command.wait() == 1, command.stderr

@@ -78,6 +78,7 @@ def test_another_run_does_not_begin_beside_a_plain_script_that_runs(shell: Shell
     assert endings(endpoint) == ["completed"]
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_hold_the_model_are_refused_in_each_run(shell: Shell, endpoint: str) -> None:
     """In a later run, too, these are the ranks that it begins with, not those that a death has left."""
     script = shell.script(
@@ -120,6 +121,7 @@ def test_a_run_that_was_preempted_goes_on_when_it_is_started_again(shell: Shell,
     assert endings(endpoint) == ["completed"]
 
 
+@pytest.mark.slow
 def test_a_launcher_that_comes_after_the_end_says_so_while_it_waits_for_the_others(
     shell: Shell, endpoint: str, elastic_worker: Path
 ) -> None:
@@ -205,6 +207,7 @@ def compose_command(endpoint: str, script: Path, *arguments: object) -> list[str
     return [*replaced, str(script), *map(str, arguments)]
 
 
+@pytest.mark.slow
 def test_composes_workers_train_again_and_come_back_after_a_failure_in_a_new_run(shell: Shell, endpoint: str, elastic_worker: Path) -> None:
     """Two containers. A run that comes to its end; one that fails, after which `restart: on-failure` starts both again; its end."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -20,6 +21,7 @@ from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import AuthenticationError, ShoalError, UnavailableError
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.security import TlsSettings
+from shoal_protos.v1 import coordinator_pb2 as pb
 
 from tests.zygote.children import eventually
 
@@ -55,6 +57,41 @@ print("after the loop", flush=True)
 """
 
 
+FAMILY = """
+import sys
+import shoal, torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 1e-3), strategy=sys.argv[1])
+x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+loader = shoal.ElasticDataLoader(TensorDataset(x, x.sum(1, keepdim=True)), global_batch_size=16)
+said = False
+for _ in loader.epochs(1_000_000):
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        model.train_step(inputs, targets, nn.functional.mse_loss)
+        if optimizer.step() and not said:
+            said = True
+            print("trains", flush=True)
+print("after the loop", flush=True)
+"""
+
+PLAIN = """
+import os, sys, time
+directory, rank = sys.argv[1], os.environ["RANK"]
+if rank == "0":
+    while not os.path.exists(f"{directory}/fail"):
+        time.sleep(0.01)
+    raise SystemExit("a failure")
+open(f"{directory}/sleeps-{rank}", "w").close()
+time.sleep(600)
+"""
+
+
 class Cluster:
     """A coordinator that asks everyone for a certificate and a token, and what its people have in their files."""
 
@@ -65,7 +102,7 @@ class Cluster:
         assert status == 0, err
         assert "ca.pem" in out
         self.secrets: dict[str, str] = {}
-        for holder in ("admin", "viewer", "worker@ddp", "worker@async", "server@async", "admin@ddp"):
+        for holder in ("admin", "viewer", "worker@ddp", "worker@async", "worker@plain", "server@async", "admin@ddp"):
             self.secrets[holder] = secrets.token_urlsafe(24)
             self.token(holder).write_text(f"{self.secrets[holder]}\n")
         (directory / "tokens").write_text("".join(f"{holder}: {token}\n" for holder, token in self.secrets.items()))
@@ -120,7 +157,8 @@ def cluster(shared_shell: Shell) -> Iterator[Cluster]:
 
 def workers(command: Command) -> list[psutil.Process]:
     """Those that run the script, not what they have started."""
-    return [process for process in command.family() if "script.py" in " ".join(process.cmdline()) and process.ppid() == command.process.pid]
+    own = (process for process in command.family() if process.ppid() == command.process.pid)
+    return [process for process in own if re.search("(script|family).py", " ".join(process.cmdline()))]
 
 
 def seen_of(process: psutil.Process) -> bytes:
@@ -164,6 +202,28 @@ def test_a_run_trains_over_tls_and_a_replacement_takes_its_state(cluster: Cluste
     command.wait()
     assert command.stdout.count("after the loop") == 2, command.stderr
     command.wait_until_gone()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "survives"),
+    [
+        ("zero2", True),
+        ("tensor", False),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("local_sgd", True), ("fsdp", True), ("pipeline", False))),
+    ],
+)
+def test_each_family_of_strategies_trains_over_tls(cluster: Cluster, strategy: str, survives: bool) -> None:
+    """`survives`: two ranks keep enough for the loss of one."""
+    script = cluster.shell.script(FAMILY, name="family.py")
+    command = cluster.run("ddp", *cluster.flags("worker@ddp"), script, strategy)
+    command.wait_for(lambda: command.stdout.count("trains") == 2, "both workers to train")
+    if survives:
+        workers(command)[0].kill()
+        command.wait_for(lambda: command.stdout.count("trains") == 3, "the replacement to train")
+    status, _, err = cluster.asked("admin@ddp", "stop", "--job", "ddp")
+    assert status == 0, err
+    command.wait()
+    assert command.stdout.count("after the loop") == 2, command.stderr
 
 
 def test_asynchronous_training_goes_over_tls_to_servers_that_ask_for_tokens(cluster: Cluster) -> None:
@@ -222,6 +282,21 @@ def test_a_command_without_a_certificate_is_not_let_in(cluster: Cluster, command
     status, out, err = cluster.shell.run(command, *flags)
     assert status != 0, out
     assert "Traceback" not in err
+
+
+def test_a_failure_on_one_machine_reaches_the_other_by_a_workers_token(cluster: Cluster) -> None:
+    """Of a plain script, whose workers are no members: its launchers alone can tell each other."""
+    script = cluster.shell.script(PLAIN, name="plain.py")
+    started = [
+        cluster.run("plain", "--nnodes", "2", "--node-rank", str(rank), *cluster.flags("worker@plain"), script, cluster.shell.directory)
+        for rank in range(2)
+    ]
+    for command in started:
+        command.wait_for(lambda: len(list(cluster.shell.directory.glob("sleeps-*"))) == 3, "the workers of both")
+    (cluster.shell.directory / "fail").touch()
+    assert [command.wait() for command in started] == [1, 1]
+    with cluster.client("admin") as client:
+        assert client.get_job("plain").ending == pb.JOB_ENDING_FAILED
 
 
 def test_neither_a_token_alone_nor_a_certificate_alone_opens_anything(cluster: Cluster) -> None:

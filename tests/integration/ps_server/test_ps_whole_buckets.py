@@ -213,7 +213,9 @@ def test_a_stream_that_is_damaged_on_its_way_is_noticed(member: TableMember, mon
     assert caught.value.reason == "CHECKSUM_MISMATCH"
 
 
-@pytest.mark.parametrize("snapshot_after", [None, 2, 5, 7])
+@pytest.mark.parametrize(
+    "snapshot_after", [pytest.param(None, marks=pytest.mark.slow), 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 7))]
+)
 def test_a_server_that_is_killed_has_restored_rows_and_what_was_pushed_before_and_since(
     cluster: Any, start: Make, tmp_path: Any, snapshot_after: int | None
 ) -> None:
@@ -248,7 +250,10 @@ def test_a_server_that_is_killed_has_restored_rows_and_what_was_pushed_before_an
     again.client.close()
 
 
-@pytest.mark.parametrize("failpoint", ["journal.before_write", "journal.durable", "journal.effect_made"])
+@pytest.mark.parametrize(
+    "failpoint",
+    ["journal.before_write", *(pytest.param(f"journal.{point}", marks=pytest.mark.slow) for point in ("durable", "effect_made"))],
+)
 def test_a_server_killed_in_a_restoration_has_all_of_it_or_nothing(cluster: Any, start: Make, tmp_path: Any, failpoint: str) -> None:
     declare(cluster)
     flags = ("--coordinator", cluster.address, *FLAGS, "--data-dir", str(tmp_path / "data"))

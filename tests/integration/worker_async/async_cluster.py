@@ -117,6 +117,7 @@ class AsyncCluster:
         min_workers: int = 1,
         max_workers: int = 8,
         lease_ms: int = 10_000,
+        stall_timeout_ms: int = 60_000,
     ) -> None:
         """`together`: how many workers the first generation waits for."""
         self.zygote = zygote
@@ -135,6 +136,7 @@ class AsyncCluster:
             parameter_server_backups=backups,
             join_grace_ms=60_000 if together > 1 else 0,
             lease_ms=lease_ms,
+            stall_timeout_ms=stall_timeout_ms,
         )
         self.client = self._create_job()
         self._keeps_data = keeps_data

@@ -43,7 +43,7 @@ def assert_leaves(worker: Worker) -> None:
     assert time.monotonic() - told < 20
 
 
-@pytest.mark.parametrize("consistency", ["asp", "ssp"])
+@pytest.mark.parametrize("consistency", ["asp", pytest.param("ssp", marks=pytest.mark.slow)])
 def test_a_worker_that_dies_with_many_batches_unacknowledged_has_none_applied_twice(cluster: Make, consistency: str) -> None:
     """Also with a server that is killed and recovers before they are dealt again."""
     running = cluster(together=2)
@@ -88,6 +88,7 @@ def test_workers_train_on_while_the_coordinator_is_away(cluster: Make, coordinat
     assert audit(running.records).exactly_once
 
 
+@pytest.mark.slow
 def test_a_worker_that_waits_for_the_coordinator_leaves_when_it_is_told_to(cluster: Make, coordinator_of_its_own: Coordinator) -> None:
     running = cluster(coordinator=coordinator_of_its_own)
     worker = running.start_worker(epochs=1, hold_at=[2], options={"lease_ahead_s": 0})

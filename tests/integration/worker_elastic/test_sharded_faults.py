@@ -52,6 +52,53 @@ def test_a_worker_killed_at_any_moment_costs_the_others_nothing(
         check_same_run(running.finish(0, 2), alone, running)
 
 
+@pytest.fixture(scope="module")
+def alone_with_adafactor(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The run of one worker, with an optimizer that looks at whole tensors."""
+    settings = {"EPOCHS": str(EPOCHS), "MICRO": "1", "STRATEGY": "zero1", "OPTIMIZER": "Adafactor"}
+    with cluster(zygote, tmp_path_factory.mktemp("adafactor"), max_workers=1, **settings) as running:
+        running.start(0)
+        (result,) = running.finish(0)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("strategy", "failpoint"),
+    [
+        ("zero1", "session.after_apply@15=kill"),
+        pytest.param("zero2", "sharded.sealed@15=kill", marks=pytest.mark.matrix),
+        ("zero3", "session.in_operation@3=kill"),
+        pytest.param("fsdp", "session.after_commit@40=kill", marks=pytest.mark.matrix),
+    ],
+)
+def test_a_death_costs_an_optimizer_of_whole_tensors_nothing(
+    zygote: Zygote, tmp_path: Path, alone_with_adafactor: dict[str, Any], strategy: str, failpoint: str
+) -> None:
+    with cluster(zygote, tmp_path, EPOCHS=str(EPOCHS), MICRO="1", STRATEGY=strategy, OPTIMIZER="Adafactor") as running:
+        running.start(0)
+        running.start(1, SHOAL_FAILPOINTS=failpoint)
+        running.start(2)
+        check_same_run(running.finish(0, 2), alone_with_adafactor, running)
+
+
+@pytest.mark.parametrize("strategy", [pytest.param("zero1", marks=pytest.mark.matrix), "fsdp"])
+def test_who_joins_gets_the_tensors_that_it_is_to_own_and_who_leaves_hands_them_on(
+    zygote: Zygote, tmp_path: Path, alone_with_adafactor: dict[str, Any], strategy: str
+) -> None:
+    with cluster(zygote, tmp_path, EPOCHS=str(EPOCHS), MICRO="1", STRATEGY=strategy, OPTIMIZER="Adafactor") as running:
+        with running.held():
+            for index in range(3):
+                running.start(index)
+            running.wait_steps(1)
+            running.signal(1, signal.SIGKILL)
+            running.start(3)
+            running.wait_ranked(3)
+            running.wait_steps(running.steps() + 1)
+            running.signal(2, signal.SIGTERM)
+            assert running.workers.pop(2).wait() == 0
+        check_same_run(running.finish(0, 3), alone_with_adafactor, running)
+
+
 def test_a_rank_of_a_replica_that_dies_has_its_state_in_the_other(zygote: Zygote, tmp_path: Path, alone: dict[str, Any]) -> None:
     with cluster(zygote, tmp_path, max_workers=4, EPOCHS=str(EPOCHS), MICRO="1", STRATEGY="hsdp") as running:
         for index in range(4):

@@ -1,4 +1,4 @@
-"""A script whose run is written for TensorBoard into TRACKED, every step of it; the loss of step n is n."""
+"""A script whose run is written for TensorBoard into TRACKED, or to MLflow, every step of it; the loss of step n is n."""
 
 import os
 import time
@@ -8,6 +8,10 @@ import shoal
 import torch
 from torch import nn
 
+AWAITED = [lambda: Path(os.environ["CHECKPOINTS"], "step-4").exists()]
+if (store := os.environ.get("MLFLOW_STORE")) is not None:
+    AWAITED.append(lambda: any(Path(store).glob("*/*/metrics/shoal/world_size")))
+
 torch.set_num_threads(1)
 shoal.init()
 torch.manual_seed(0)
@@ -15,7 +19,9 @@ net = nn.Linear(3, 1)
 model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 1e-3))
 dataset = torch.utils.data.TensorDataset(torch.ones(60, 3))
 loader = shoal.ElasticDataLoader(dataset, global_batch_size=6)
-shoal.track(shoal.TensorBoard(os.environ["TRACKED"]), every_steps=1)
+sinks = [shoal.TensorBoard(os.environ["TRACKED"])] if "TRACKED" in os.environ else []
+sinks += [shoal.MLflow("digits")] if "MLFLOW_TRACKING_URI" in os.environ else []
+shoal.track(*sinks, every_steps=1)
 shoal.resume(os.environ["CHECKPOINTS"])
 for _ in loader.epochs(2):
     for (x,) in loader:
@@ -25,7 +31,7 @@ for _ in loader.epochs(2):
             shoal.save_checkpoint(os.environ["CHECKPOINTS"], every_steps=4)
         optimizer.zero_grad()
         give_up_at = time.monotonic() + 60
-        while loader.global_step == 5 and not Path(os.environ["CHECKPOINTS"], "step-4").exists():
-            # It is written beside the training, by a thread that tells nobody, and some tests kill that soon.
-            assert time.monotonic() < give_up_at, "step-4 was not written within 60 s"
+        while loader.global_step == 5 and not all(written() for written in AWAITED):
+            # They are written beside the training, by threads that tell nobody, and some tests kill that soon.
+            assert time.monotonic() < give_up_at, "step-4 was not written within 60 s, or MLflow had no point"
             time.sleep(0.01)

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> None:
     shoal.init()
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(10, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 2))
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+    optimizer = getattr(torch.optim, os.environ.get("OPTIMIZER", "AdamW"))(net.parameters(), 1e-2)
     options = {"shard_size": 2} if os.environ.get("STRATEGY") == "hsdp" else {}
     model, optimizer = shoal.as_distributed(net, optimizer, strategy=os.environ.get("STRATEGY", "ddp"), deterministic=micro, **options)
     per_step = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.errors import MeasurementError
-from benchmarks.pages import write_pages
+from benchmarks.pages import slug, write_pages
 from benchmarks.processes import REPOSITORY
 from benchmarks.report import Machine, Row, Table, read, write
 
@@ -43,15 +45,15 @@ def test_a_table_that_was_written_can_be_read_again(measured: Path) -> None:
 
 def test_the_page_has_each_measured_table_with_its_plot(measured: Path) -> None:
     write_pages(measured / "out", measured / "docs", ["t0", "t99"])
-    page = (measured / "docs" / "benchmarks.md").read_text()
+    page = (measured / "docs" / "benchmarks" / "tables.md").read_text()
     assert "| ours | 0.5 |\n| theirs | - |" in page
-    assert "![t0](benchmarks/t0.png)" in page
+    assert "![t0](t0.png)" in page
     assert (measured / "docs" / "benchmarks" / "t0.png").read_bytes() == b"a plot"
 
 
 def test_no_path_of_the_machine_gets_into_the_page(measured: Path) -> None:
     write_pages(measured / "out", measured / "docs", ["t0"])
-    page = (measured / "docs" / "benchmarks.md").read_text()
+    page = (measured / "docs" / "benchmarks" / "tables.md").read_text()
     assert "theirs failed: python" in page
     assert "--log=out/log ended with 1" in page
     assert sys.prefix not in page
@@ -67,6 +69,23 @@ def test_a_table_goes_between_the_marks_of_other_pages(measured: Path) -> None:
         == "Before.\n<!-- figures: t0 -->\n|  | s |\n|---|--:|\n| ours | 0.5 |\n| theirs | - |\n<!-- end of figures -->\nAfter.\n"
     )
     assert page not in write_pages(measured / "out", measured / "docs", ["t0"])
+
+
+def test_a_line_for_each_table_with_a_target_goes_onto_the_page_to_look_at(measured: Path) -> None:
+    write(measured / "out", dataclasses.replace(TABLE, key="t1", title="T of 1 / 2", target="none: a curve"), Machine.here(), "")
+    page = measured / "docs" / "benchmarks.md"
+    page.write_text("<!-- figures: all -->\n<!-- end of figures -->\n")
+    write_pages(measured / "out", measured / "docs", ["t0", "t1"])
+    lines = page.read_text().splitlines()
+    assert lines[3:] == ["| [T0](benchmarks/tables.md#t0-an-example) | An example | <= 1 | 0.5 s (reached) |", "<!-- end of figures -->"]
+
+
+def test_the_page_to_look_at_has_the_anchors_of_the_tables() -> None:
+    docs = REPOSITORY / "docs"
+    headings = re.findall(r"^## (.*)$", (docs / "benchmarks" / "tables.md").read_text(), re.MULTILINE)
+    linked = re.findall(r"benchmarks/tables\.md#([^)]*)", (docs / "benchmarks.md").read_text())
+    assert len(linked) > 10
+    assert set(linked) <= {slug(heading) for heading in headings}
 
 
 def test_a_page_that_takes_what_was_not_measured_is_named(measured: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from datetime import timedelta
 
 import pytest
@@ -11,7 +12,7 @@ from shoal_common.errors import UnavailableError
 
 
 def test_waits_double_up_to_the_longest_and_begin_anew_after_a_success(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backoff.random, "uniform", lambda low, high: high)
+    monkeypatch.setattr(backoff._CHANCE, "uniform", lambda low, high: high)
     waits = Backoff(first_s=0.1, longest_s=0.5)
     assert [waits.next_s() for _ in range(5)] == [0.1, 0.2, 0.4, 0.5, 0.5]
     waits.reset()
@@ -31,3 +32,15 @@ def test_who_refused_says_when_to_try_again_and_is_not_asked_before_that() -> No
     assert len(set(waits)) > 1
     assert Backoff(longest_s=1.0).next_s(UnavailableError("away")) <= 0.05
     assert Backoff(first_s=9.0, longest_s=9.0).next_s(busy) >= 4.5, "an own wait that is longer stays"
+
+
+def test_a_wait_leaves_the_scripts_random_numbers_as_they_were() -> None:
+    random.seed(7)
+    expected = [random.random() for _ in range(3)]
+    random.seed(7)
+    busy = UnavailableError("busy", retry_after=timedelta(seconds=3))
+    found = []
+    for failure in (None, busy, None):
+        Backoff(longest_s=1.0).next_s(failure)
+        found.append(random.random())
+    assert found == expected

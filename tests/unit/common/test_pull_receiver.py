@@ -59,8 +59,8 @@ def test_unchanged_partitions_ask_for_no_buffer():
     ("chunks", "reason"),
     [
         ([(None, b"abcd")], "STREAM_MALFORMED"),
-        ([(header(0, b"abcd"), b"abc")], "TRUNCATED"),
-        ([(header(0, b"abcd"), b"abc"), (header(1, b""), b"")], "TRUNCATED"),
+        ([(header(0, b"abcd"), b"abc")], "PAYLOAD_TRUNCATED"),
+        ([(header(0, b"abcd"), b"abc"), (header(1, b""), b"")], "PAYLOAD_TRUNCATED"),
         ([(header(0, b"abcd"), b"abc"), (None, b"de")], "STREAM_MALFORMED"),
         ([(header(0, b"abcd"), b"abcx")], "CHECKSUM_MISMATCH"),
         ([(pb.PullHeader(unchanged=True), b"a")], "STREAM_MALFORMED"),

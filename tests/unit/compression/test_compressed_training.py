@@ -251,12 +251,12 @@ def test_the_presets_choose_what_suits_the_strategy(strategy: str, chosen: str |
     def low(**options: Any) -> Any:
         net = network()
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
-        compressor = shoal.as_distributed_for_low_bandwidth(net, optimizer, strategy=strategy, **options)[0].config.compressor
+        compressor = shoal.as_distributed_for_low_bandwidth(net, optimizer, strategy=strategy, **options)[0].sharding_config.compressor
         return compressor and compressor.name
 
     def high() -> Any:
         net = network()
-        config = shoal.as_distributed_for_high_bandwidth(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)[0].config
+        config = shoal.as_distributed_for_high_bandwidth(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)[0].sharding_config
         return config.compressor, config.bucket_cap_mb
 
     assert shoal.launch(low, world_size=1) == [chosen]

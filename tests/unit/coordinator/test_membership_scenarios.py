@@ -45,7 +45,7 @@ from shoal_coordinator.membership.leases import Leased
 from shoal_coordinator.membership.leaving import ExitNoted
 from shoal_coordinator.membership.pulse import Progress, Pulse, Pulses, attached, beaten, detached, expired
 from shoal_coordinator.membership.runs import RunEnding, RunGranted
-from shoal_coordinator.membership.servers import Registered
+from shoal_coordinator.membership.servers import Registered, ServersAwaited
 from shoal_coordinator.membership.shards import Piece, ShardLayout, TensorSpec
 from shoal_coordinator.membership.spec import JobSpec
 from shoal_coordinator.membership.state import Identity, JobEnding, JobState, Now, RunId, ServerRole
@@ -401,6 +401,8 @@ def told_outcome(event: Event, outcome: Outcome) -> str | None:
             return f"{prefix}was {'a' if outcome.was_member else 'no'} member{rank}"
         case Registered():
             return f"server {outcome.index}"
+        case ServersAwaited():
+            return f"waits for servers: {outcome.registered} of {outcome.wanted} are registered"
         case ShardLayout():
             owners = [f"{'+'.join(told_piece(outcome, piece) for piece in p.pieces)}@{p.primary}" for p in outcome.partitions]
             return f"epoch {outcome.epoch}: {' '.join(owners)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -122,6 +123,14 @@ def test_redis_writes_to_disk_before_it_answers_and_answers_other_containers() -
     assert "--appendonly yes" in command
     assert "--appendfsync always" in command
     assert "--protected-mode no" in command, "with a default user that has no password, protected mode answers loopback only"
+
+
+@pytest.mark.parametrize("name", [name for name in SERVICES if name.startswith("ps-server-")])
+def test_a_parameter_server_is_started_as_its_image_starts_it_with_a_folder_for_each_job(name: str) -> None:
+    (image,) = re.findall(r"(?m)^CMD (\[.*\])", STAGES[SERVICES[name]["build"]["target"]])
+    *same, folder = json.loads(image)
+    job = SERVICES[name]["environment"]["SHOAL_PS_SERVER_JOB"]
+    assert SERVICES[name]["command"] == [*same, f"{folder}/{job}"]
 
 
 def test_the_gpu_override_changes_services_that_exist_and_builds_a_stage_that_exists() -> None:

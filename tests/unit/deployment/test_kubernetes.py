@@ -169,12 +169,14 @@ def test_each_service_leads_to_ports_of_a_pod() -> None:
             assert {port["port"] for port in document["spec"]["ports"]} <= ports
 
 
-def test_the_services_are_started_as_their_images_start_them() -> None:
+def test_the_services_are_started_as_their_images_start_them_and_servers_keep_each_jobs_data_apart() -> None:
     dockerfile = (ROOT / "docker/Dockerfile").read_text()
     commands = [yaml.safe_load(command) for command in re.findall(r"^CMD (\[.*\])$", dockerfile, re.MULTILINE)]
     by_name = {pod.name: pod for pod in PODS}
-    for name in ("coordinator", "ps-server"):
-        assert by_name[name].container["args"] in commands
+    for name, added in (("coordinator", ""), ("ps-server", "/$(SHOAL_PS_SERVER_JOB)")):
+        *arguments, last = by_name[name].container["args"]
+        assert [*arguments, last.removesuffix(added)] in commands
+        assert last.endswith(added)
         assert "command" not in by_name[name].container, "the image's entry point puts secrets into the environment"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from prometheus_client import CollectorRegistry
-from shoal_common.rpc.metrics import ClientMetricsInterceptor, ServerMetricsInterceptor
+from shoal_common.rpc.metrics import ClientMetricsInterceptor, ServerMetrics
 from shoal_dashboards.boards import BOARDS, WITHOUT_PANEL
 from shoal_dashboards.panels import Graph, Listing
 
@@ -24,7 +24,7 @@ MODULES = sorted(f"{path.parent.name}.metrics" for path in ROOT.glob("*/shoal*/m
 
 def registries() -> Iterator[CollectorRegistry]:
     """One for each class that declares metrics: those of the services' metrics.py, and gRPC's."""
-    declaring = [ServerMetricsInterceptor, ClientMetricsInterceptor]
+    declaring = [ServerMetrics, ClientMetricsInterceptor]
     for name in MODULES:
         module = importlib.import_module(name)
         declaring += [each for _, each in inspect.getmembers(module, inspect.isclass) if each.__module__ == name]

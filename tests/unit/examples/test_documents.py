@@ -4,16 +4,49 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import shoal
+import torch
+from torch.optim.swa_utils import AveragedModel
 
 DOCS = Path(__file__).parents[3] / "docs"
 
 
-@pytest.mark.parametrize("page", ["checkpoints.md", "fitting.md", "observability.md"])
+_PAGES = [
+    "checkpoints.md",
+    "fitting.md",
+    "observability.md",
+    "streams.md",
+    "guides/accumulation.md",
+    "guides/averages.md",
+    "guides/metrics.md",
+]
+
+
+@pytest.mark.parametrize("page", _PAGES)
 def test_the_examples_of_a_page_run_one_after_the_other(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     examples = re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
     assert examples
     monkeypatch.chdir(tmp_path)
     shoal.launch(lambda: exec(compile("\n".join(examples), page, "exec"), {"__name__": "example"}), world_size=2)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp", "tensor"])
+def test_an_average_of_a_model_that_is_cut_is_that_of_one_process(strategy: str) -> None:
+    """The update of docs/guides/averages.md where parameters are cut, beside the same script on one rank that holds all."""
+    _, cut = re.findall(r"^```python\n(.*?)^```$", (DOCS / "guides/averages.md").read_text(), re.DOTALL | re.MULTILINE)
+    torch.manual_seed(0)
+    x = torch.randn(512, 8)
+    dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+
+    def rank(strategy: str) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        found: dict[str, Any] = {"shoal": shoal, "torch": torch, "nn": torch.nn, "AveragedModel": AveragedModel, "dataset": dataset}
+        exec(compile(cut, "guides/averages.md", "exec"), found)
+        return [value.detach().clone() for value in found["train"](strategy).parameters()]
+
+    (alone,) = shoal.launch(rank, "ddp", world_size=1)
+    for average in shoal.launch(rank, strategy, world_size=2):
+        torch.testing.assert_close(average, alone)

@@ -111,6 +111,14 @@ class TestElasticScript:
         assert story.exit_code() == 0
         assert [failure.index for failure in story.survived] == [1]
 
+    def test_one_that_is_killed_after_the_others_came_to_the_end_is_no_failure_of_the_run(self) -> None:
+        story = policy()
+        story.heard(JobEnd.COMPLETED)
+        story.exited(ended(0, DONE), elastic=True)
+        story.exited(ended(1, KILLED), elastic=True)
+        assert story.failures == []
+        assert [failure.index for failure in story.survived] == [1]
+
     def test_a_drained_worker_does_not_excuse_what_fails_after_it(self) -> None:
         story = policy(max_restarts=0)
         story.heard(JobEnd.NONE)

@@ -155,7 +155,8 @@ def test_a_move_is_ordered_again_and_again_and_made_once(make, tmp_path) -> None
                 mover.ordered(ORDER)
                 await until(lambda: bool(giver.server.shard.frozen))
                 mover.ordered(ORDER)
-                await until(lambda: bool(told.reports))
+                # Until the mover has left it, an order is passed over: the report is on its way. The coordinator orders again.
+                await until(lambda: bool(told.reports) and mover._giving is None)
                 assert told.reports == [(1, "receiver", "")]
                 mover.ordered(ORDER)  # the report was lost
                 await until(lambda: len(told.reports) == 2)

@@ -73,6 +73,13 @@ class RankThread:
         output.copy_(torch.cat(received))
         self._barrier.wait(_DEADLINE_S)
 
+    def exchange(self, payload: bytes) -> list[bytes]:
+        self._slots[self.rank] = payload
+        self._barrier.wait(_DEADLINE_S)
+        told = list(self._slots)
+        self._barrier.wait(_DEADLINE_S)
+        return told
+
 
 def run_ranks(world_size: int, body: Callable[[RankThread], Any]) -> list[Any]:
     """Runs `body` once per rank; its results by rank. A rank that fails ends the others' waits."""

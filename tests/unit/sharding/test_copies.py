@@ -11,7 +11,7 @@ from shoal_worker.elastic.group import LocalChannel
 from shoal_worker.engine.holders import Claim, SendingTurns, ShardHolders, ShardsLostError, newest_complete, plan_copies
 from shoal_worker.sharding.layout import Division
 from shoal_worker.sharding.resharding import MOST_COPIES, WHOLE, Cut, RankShards, division_cut, held_of, merge_copies, newest_of, rows_of
-from shoal_worker.sharding.sharded_state import copy_singles
+from shoal_worker.sharding.whole_vectors import copy_singles
 
 
 def told(world_size: int, gone: Sequence[int] = (), copies: Sequence[tuple[int, int]] = ()) -> ShardHolders[int]:

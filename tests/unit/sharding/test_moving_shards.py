@@ -37,14 +37,14 @@ def test_every_element_arrives_wherever_it_is_to_be_held(numel: int, old_world: 
         return
     sends = newest_complete(claims).senders()
     gets = [sorted({rank, (rank - 1) % new_world}) for rank in range(new_world)]
-    table = runs(numel=numel, old_shard=old.shard_numel, new_shard=new.shard_numel, sends=sends, gets=gets)
+    table = runs(old=old, new=new, sends=sends, gets=gets)
     empty = {0: torch.empty(0, dtype=torch.float64)}
-    sent = [message(table, rank, held.get(rank, empty), old.shard_numel).split(sizes(table, rank)[1]) for rank in range(new_world)]
+    sent = [message(table, rank, held.get(rank, empty)).split(sizes(table, rank)[1]) for rank in range(new_world)]
     for rank in range(new_world):
         received = torch.cat([parts[rank] for parts in sent])
         assert [len(parts[rank]) for parts in sent] == sizes(table, rank)[0]
         shards = {position: torch.full((new.shard_numel,), -1.0, dtype=torch.float64) for position in gets[rank]}
-        place(table, rank, received, shards, new.shard_numel)
+        place(table, rank, received, shards)
         for position, shard in shards.items():
             expected = torch.arange(numel, dtype=torch.float64)[position * new.shard_numel : (position + 1) * new.shard_numel]
             assert shard[: len(expected)].equal(expected)

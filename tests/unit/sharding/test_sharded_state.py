@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import shoal
 import torch
 from shoal_common.errors import ConfigurationError
 from shoal_worker.elastic.generation import topology_of
@@ -18,9 +19,10 @@ from shoal_worker.sharding.layout import buddy_stride
 from shoal_worker.sharding.resharding import Cut, hold
 from shoal_worker.sharding.sharded_state import ShardedState
 from shoal_worker.sharding.unit import Stage, Unit
-from shoal_worker.state.fits import check_elementwise
+from shoal_worker.state.fits import check_elementwise, takes_whole_tensors
 from torch import nn
 
+from tests.muon_and_adamw import MuonAndAdamW
 from tests.unit.sharding.rank_threads import RankThread, run_ranks
 
 torch.manual_seed(2)
@@ -39,6 +41,10 @@ OPTIMIZERS: dict[str, Any] = {
     "RMSprop": lambda p: torch.optim.RMSprop(p, 0.05, momentum=0.9, centered=True),
     "Rprop": lambda p: torch.optim.Rprop(p, 0.05),
     "ASGD": lambda p: torch.optim.ASGD(p, 0.05),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, 0.05),
+    "LAMB": lambda p: shoal.optim.LAMB(p, 0.05, weight_decay=0.1),
+    "RowWiseAdagrad": lambda p: shoal.optim.RowWiseAdagrad(p, 0.05),
+    "Muon and AdamW": MuonAndAdamW,
     **{name: lambda p, name=name: getattr(torch.optim, name)(p, 0.05) for name in ("NAdam", "RAdam", "Adamax", "Adadelta")},
 }
 
@@ -54,6 +60,9 @@ class Rank:
         self.execution = ShardedExecution([(self.module, [self.unit])], RankThread(0, 1, [], threading.Barrier(1)), Stage.OPTIMIZER)
         self.execution.reduces_in_backward = False
         self.state = ShardedState(self.module, self.execution, Stage.OPTIMIZER)
+        said = True if isinstance(self.optimizer, MuonAndAdamW) else None
+        if takes_whole_tensors(self.optimizer, elementwise=False, whole_tensors=said):
+            self.state.keep_tensors_whole()
         self.state.use_optimizer(self.optimizer)
 
     def step(self, ranks: RankThread) -> None:
@@ -74,7 +83,7 @@ class Rank:
 
 def generation(number: int, world_size: int, ranks: RankThread) -> Any:
     group = SimpleNamespace(generation=SimpleNamespace(number=number, topology=topology_of(["h"] * world_size)))
-    for name in ("rank", "world_size", "all_gather_integers", "all_to_all"):
+    for name in ("rank", "world_size", "all_gather_integers", "all_to_all", "exchange"):
         setattr(group, name, getattr(ranks, name))
     return group
 

@@ -165,6 +165,13 @@ def _narrow_heads():
     return Llama(key_heads=2)
 
 
+class Standardized(nn.Conv2d):
+    """What its class computes is not what torch's does."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self._conv_forward(input, self.weight - self.weight.mean(), self.bias)
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -173,14 +180,19 @@ def _narrow_heads():
         (lambda: nn.MultiheadAttention(60, 6), r"split the model .*num_heads=6\): its 6 heads do not divide by 4"),
         (lambda: nn.MultiheadAttention(64, 4, add_bias_kv=True), "add_bias_kv and add_zero_attn add a position"),
         (lambda: nn.Sequential(nn.Linear(64, 66), nn.ReLU(), nn.Linear(66, 64)), r"0 \(Linear, 4,290 elements\): its 66 output features"),
-        (lambda: nn.Sequential(nn.Conv2d(16, 64, 3)), r"no style is known for Conv2d, whose parameter weight has 9,216 .*\(64x16x3x3\)"),
+        (lambda: nn.Sequential(nn.Conv2d(16, 64, 3, groups=4)), r"no style is known for Conv2d, .* has 2,304 .*\(64x4x3x3\)"),
+        (lambda: nn.Sequential(Standardized(16, 64, 3)), r"no style is known for Standardized, whose parameter weight has 9,216 "),
+        (lambda: nn.Sequential(nn.Conv2d(16, 63, 3)), r"its 63 output channels do not divide by"),
         (Bare, r"no style is known for Bare, whose parameter table has 4,096 .*plan=\{\"table\": \"replicate\"\}"),
         (lambda: nn.Embedding(9, 128), r"its 9 rows, in pieces of 3, leave a rank without any"),
         (lambda: nn.Embedding(64, 64, max_norm=1.0), "Embedding with max_norm=1.0 needs the whole table"),
         (lambda: nn.EmbeddingBag(64, 66), "its 66 columns do not divide by 4"),
         (Unsaid, "the number of heads of this attention block is not known.*num_heads.*example_inputs"),
     ],
-    ids=["heads", "key heads", "torch heads", "bias_kv", "features", "convolution", "parameter", "rows", "max_norm", "bag", "unknown"],
+    ids=[
+        "heads", "key heads", "torch heads", "bias_kv", "features", "groups", "own forward", "channels", "parameter", "rows",
+        "max_norm", "bag", "unknown",
+    ],
 )  # fmt: skip
 def test_what_cannot_be_split_is_refused_with_its_size_and_the_remedy(model, message):
     with pytest.raises(ConfigurationError, match=message) as refused:

@@ -12,7 +12,10 @@ _ROOT = Path(__file__).parents[3]
 _SCRIPTS = {
     str(path.relative_to(_ROOT)): path.read_text() for path in sorted((_ROOT / "examples").glob("*.py")) if path.name != "train_plain.py"
 }
-_PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md")), *sorted((_ROOT / "docs" / "strategies").glob("*.md"))]
+_PAGES = [
+    _ROOT / "README.md",
+    *(page for folder in ("", "guides", "migration", "strategies") for page in sorted((_ROOT / "docs" / folder).glob("*.md"))),
+]
 _SNIPPETS = {
     f"{page.relative_to(_ROOT)} {number}": snippet
     for page in _PAGES

@@ -17,8 +17,8 @@ from typer.main import get_group
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs/security.md").read_text()
-LOCAL = {"up", "demo", "certs"}
-"""Commands that speak to no cluster but their own."""
+LOCAL = {"up", "demo", "certs", "plan"}
+"""Commands that speak to no cluster, or to their own alone."""
 
 
 def rows() -> dict[str, set[str]]:

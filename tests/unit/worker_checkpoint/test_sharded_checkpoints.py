@@ -352,6 +352,15 @@ def test_a_rank_that_cannot_write_its_shard_failed_before_anyone_could_read_of_i
     assert raised.value.failed_at <= told_at[0]
 
 
+def test_a_first_rank_that_cannot_write_its_shard_failed_then_and_not_when_it_is_told(tmp_path: Path) -> None:
+    temporary = begin(tmp_path, INFO.step)
+    (temporary / "shard-00001-of-00002.safetensors").mkdir()
+    with pytest.raises(shoal.UnavailableError) as raised:
+        write_sharded(temporary, shards_of(0), INFO, gone=lambda _: False, fence=lambda: None, keep=1)
+    assert raised.value.failed_at is not None
+    assert raised.value.failed_at <= time.time()
+
+
 def test_whatever_keeps_a_rank_from_writing_its_shard_is_told_at_once(tmp_path: Path) -> None:
     temporary = begin(tmp_path, INFO.step)
     unwritable = dataclasses.replace(shards_of(1), mine={1: {"a": (0, torch.ones(3).to_sparse())}})
@@ -382,4 +391,19 @@ def test_a_part_of_what_was_given_up_is_dropped(tmp_path: Path) -> None:
     temporary = begin(tmp_path, INFO.step)
     temporary.rmdir()
     shards_of(1).write_aside(temporary)
+    assert listing(tmp_path) == []
+
+
+def test_what_is_given_up_is_gone_at_once_for_ranks_that_are_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that found half of it removed would take that for its own disk's failure, and be named as the first to fail."""
+    temporary = begin(tmp_path, INFO.step)
+    remove_tree = shutil.rmtree
+
+    def another_rank_writes(path: Path) -> None:
+        shards_of(1).write_aside(temporary)
+        assert not temporary.exists()
+        remove_tree(path)
+
+    monkeypatch.setattr(shutil, "rmtree", another_rank_writes)
+    assert write_sharded(temporary, shards_of(0), INFO, gone=lambda _: True, fence=lambda: None, keep=1) is None
     assert listing(tmp_path) == []

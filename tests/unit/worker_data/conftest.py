@@ -20,6 +20,7 @@ class FakeSession:
         """States that begin_step hands to their sources: what a joiner or a rank behind gets from its peers."""
         self.stopped = False
         self.coordinator = None
+        self.sums = None
 
     @property
     def lifecycle(self):
@@ -40,6 +41,10 @@ class FakeSession:
     def assign(self, share):
         self.calls.append(("assign", share))
 
+    def sum_numbers(self, values):
+        """Sums over the ranks of a simulated world, which all come here (see `test_stream_world.py`); alone, what is given."""
+        return [*values] if self.sums is None else self.sums(values)
+
     def begin_micro_batch(self, *, index, weight, key, weigh):
         self.calls.append(("micro", index, weight, tuple(key)))
 
@@ -49,6 +54,9 @@ class FakeSession:
     def finish_batches(self):
         self.calls.append(("finish",))
 
+    def batch_passed(self, source):
+        """There is one model."""
+
     def loop_left(self, source):
         pass
 
@@ -56,7 +64,7 @@ class FakeSession:
         self.begin_step(source)
         return source.epoch
 
-    def epoch_opens(self, source, epoch):
+    def epoch_opens(self, source, epoch, *, epochs):
         pass
 
     def is_elsewhere(self, source, epoch):
@@ -71,6 +79,10 @@ class FakeSession:
     def lease_batches(self, *, loader, epoch, batches_in_epoch, finished, want, at_hand=None):
         self.calls.append(("lease", epoch, tuple(finished), want))
         return self.coordinator.lease(self, epoch, batches_in_epoch, finished, want, at_hand)
+
+    def wait_for_others(self, what):
+        if what is not None:
+            self.calls.append(("wait", what))
 
     def said(self, kind):
         return [call for call in self.calls if call[0] == kind]

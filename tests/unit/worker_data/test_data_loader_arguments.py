@@ -123,11 +123,6 @@ def test_samplers_that_cannot_work_are_refused(session, sampler, named):
 # --------------------------------------------------------------------------------------------------------------- arguments
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(3))
-
-
 class Unsized(Dataset):
     def __getitem__(self, index):
         return index
@@ -146,8 +141,8 @@ class Sharded(IterableDataset):
         return iter(range(3))
 
 
-@pytest.mark.parametrize(("dataset", "named"), [(Stream(), "Stream"), (Unsized(), "__len__"), (iter([1]), "__getitem__"), ([], "empty")])
-def test_datasets_that_cannot_be_dealt_by_position_are_refused(session, dataset, named):
+@pytest.mark.parametrize(("dataset", "named"), [(Unsized(), "__len__"), (3, "__iter__"), (iter([1]), "iterated once"), ([], "empty")])
+def test_datasets_that_cannot_be_dealt_are_refused(session, dataset, named):
     with pytest.raises(ConfigurationError, match=named):
         ElasticDataLoader(dataset, global_batch_size=2)
 

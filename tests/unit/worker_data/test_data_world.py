@@ -30,7 +30,7 @@ class World:
 
     def run(self, events):
         while True:
-            taken = [self._take(rank) for rank in self.ranks]
+            taken = self._take_all()
             if taken[0] is None:
                 assert taken == [None] * len(taken), "some ranks have a step where others are done"
                 return
@@ -58,7 +58,10 @@ class World:
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv("SHOAL_RECORD_DIR", str(self._directory))
             environment.setenv("SHOAL_MEMBER_ID", f"member-{next(self._members)}")
-            return ElasticDataLoader(list(range(self._n)), **self._options)
+            return ElasticDataLoader(self._make_dataset(), **self._options)
+
+    def _make_dataset(self):
+        return list(range(self._n))
 
     def _join(self, state):
         self.ranks.append(self._make_rank(self._make_loader, None, state))
@@ -76,6 +79,9 @@ class World:
     def _commit(self, ranks):
         for rank in ranks:
             rank.commit()
+
+    def _take_all(self):
+        return [self._take(rank) for rank in self.ranks]
 
     def _take(self, rank):
         """The next batch in the first epochs; None when they are over. A joiner passes over epochs before its cursor."""

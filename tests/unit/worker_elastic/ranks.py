@@ -93,7 +93,10 @@ class Model:
     data_parallel_rank, data_parallel_size, idle, lacks_ranks, leads_replica = 0, 1, False, False, True
     consistency_check_every = 0
     steps_alone = False
+    models, partly_updated = 1, False
 
+    def withdraw_updates(self) -> None: ...
+    def reinstate_updates(self) -> None: ...
     def working(self, group: Any) -> Any:
         return group
 

@@ -26,6 +26,30 @@ def test_a_scheduler_does_not_advance_after_a_void_step() -> None:
     assert lr.get_last_lr() == [0.5]
 
 
+def test_a_scaler_that_is_not_enabled_may_be_updated_after_a_void_step() -> None:
+    registered, scaler = RegisteredState(), torch.amp.GradScaler("cpu", enabled=False)
+    registered.register("scaler", scaler)
+    registered.step_void()
+    scaler.update()
+
+
+def test_what_advanced_in_a_step_is_withdrawn_while_nobody_knows_whether_it_counts() -> None:
+    registered, lr = RegisteredState(), scheduler()
+    registered.advance_with(lr.optimizer)
+    registered.register("lr", lr)
+    registered.step_begins()
+    registered.scaled_by(8.0)
+    lr.step()
+    registered.withdraw()
+    captured = registered.capture()
+    assert (lr.last_epoch, lr.optimizer.param_groups[0]["lr"], captured["scale"], captured["advances"]) == (0, 1.0, None, {"lr": 0})
+    registered.reinstate()
+    captured = registered.capture()
+    assert (lr.last_epoch, lr.optimizer.param_groups[0]["lr"], captured["scale"], captured["advances"]) == (1, 0.5, 8.0, {"lr": 1})
+    registered.step_void()
+    assert (lr.last_epoch, lr.optimizer.param_groups[0]["lr"], registered.capture()["scale"]) == (0, 1.0, None)
+
+
 def test_the_gate_stays_out_of_the_schedulers_state() -> None:
     registered, lr = RegisteredState(), scheduler()
     before = set(lr.state_dict())

@@ -12,8 +12,10 @@ import pytest
 import shoal
 import torch
 from shoal_common.errors import ConfigurationError
+from shoal_worker.tracking.tracker import TrackedRun
 from torch import nn
 
+from tests import mlruns
 from tests.events import points
 
 pytestmark = pytest.mark.usefixtures("fresh_session")
@@ -27,11 +29,13 @@ class Memory:
 
     def __init__(self) -> None:
         self.opened: list[int] = []
+        self.runs: list[TrackedRun] = []
         self.closed = 0
         self.values: dict[str, list[tuple[int, float]]] = {}
 
-    def open(self, *, step: int) -> None:
+    def open(self, *, run: TrackedRun, step: int) -> None:
         self.opened.append(step)
+        self.runs.append(run)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -43,7 +47,7 @@ class Memory:
     def flush(self) -> None:
         """Nothing waits."""
 
-    def close(self) -> None:
+    def close(self, *, ended: bool) -> None:
         self.closed += 1
 
 
@@ -130,6 +134,36 @@ def test_without_the_package_it_says_what_to_install(tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'shoal\[tensorboard\]'"):
         shoal.TensorBoard(tmp_path)
+
+
+def test_mlflow_has_one_run_for_each_key_however_often_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in mlruns.environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    sink = shoal.MLflow(mlruns.EXPERIMENT)
+    for step, key in enumerate("aba", start=1):
+        sink.open(run=TrackedRun(job="train", key=key), step=step)
+        sink.scalars(step, {"shoal/loss": float(step)})
+        sink.close(ended=True)
+    found = {run.data.tags["shoal.run"]: run for run in mlruns.runs(tmp_path)}
+    assert {key: mlruns.points(tmp_path, run, "shoal/loss") for key, run in found.items()} == {"a": [(1, 1.0), (3, 3.0)], "b": [(2, 2.0)]}
+    assert [run.info.status for run in found.values()] == ["FINISHED"] * 2
+    assert len(mlruns.runs(tmp_path)) == 2
+
+
+def test_a_run_alone_has_a_key_and_no_job() -> None:
+    memory = Memory()
+    train("after step()", memory, every_steps=1)
+    (run,) = memory.runs
+    assert run.key
+    assert not run.job
+
+
+def test_without_mlflow_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match="expected the name of an experiment"):
+        shoal.MLflow("")
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'shoal\[mlflow\]'"):
+        shoal.MLflow("digits")
 
 
 def test_every_how_many_steps_is_checked() -> None:

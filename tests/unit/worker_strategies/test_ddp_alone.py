@@ -368,11 +368,6 @@ def test_a_lazy_model_is_refused_until_it_has_a_shape() -> None:
         shoal.as_distributed(nn.LazyLinear(3))
 
 
-def test_synchronized_batch_norm_is_refused() -> None:
-    with pytest.raises(shoal.ConfigurationError, match="SyncBatchNorm"):
-        shoal.as_distributed(nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3)))
-
-
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor", "pipeline", "hybrid"])
 def test_complex_parameters_are_refused_by_strategies_that_cut_them(strategy: str) -> None:
     net = nn.Linear(2, 2, dtype=torch.complex64)

@@ -135,7 +135,7 @@ def test_a_parameter_group_that_is_added_behind_as_distributed_is_refused() -> N
     model, optimizer = shoal.as_distributed(net, raw)
     raw.add_param_group({"params": net[1].parameters()})
     model(X).sum().backward()
-    with pytest.raises(ConfigurationError, match="has 2 parameter groups, and had 1"):
+    with pytest.raises(ConfigurationError, match="have 2 parameter groups, and had 1"):
         optimizer.step()
 
 

@@ -12,7 +12,7 @@ import atexit
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
@@ -37,8 +37,9 @@ from shoal_worker.elastic.loader_interface import Leases, StepSource, StepStatus
 from shoal_worker.elastic.membership import Membership
 from shoal_worker.elastic.row_store import RowStore
 from shoal_worker.elastic.session import Session
-from shoal_worker.engine.base import Engine, Loss, Setup, call_module, loss_of
+from shoal_worker.engine.base import Engine, Setup
 from shoal_worker.engine.parameters import check_optimizer_covers, check_trains, materialize
+from shoal_worker.engine.passes import Loss, call_module, loss_of
 
 _log = logging.getLogger(__name__)
 
@@ -298,7 +299,9 @@ class AsyncEngine(Engine):
         source = step.source if step is not None else None
         batch = self._leases.at_hand(source.name) if source is not None else 0
         iteration = Iteration(clock=clock, revision=self._require_optimizers().look(), gradients=sent, pull=pull, batch=batch, rows=rows)
-        pushed = self._require_servers().exchange(iteration)
+        others = self._own.progress.waits.of("the bound to the slowest worker") if self._async_options.waits_for_others else nullcontext()
+        with others:
+            pushed = self._require_servers().exchange(iteration)
         failpoint("exchange.done")
         self._tables.drop_gradients()
         self._clock = clock

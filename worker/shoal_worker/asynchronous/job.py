@@ -126,7 +126,7 @@ class Job:
                 raise ConfigurationError(
                     f'strategy="async_sgd" and sparse tables need parameter servers, and job {self.job_id!r} was created without; start '
                     "it with `shoal run --servers 2 ...`"
-                ) from error
+                ) from None
             raise
         return answer.shard_map
 

@@ -61,7 +61,11 @@ class Optimizers:
         groups = state["param_groups"] if state is not None else []
         own = self.own.param_groups
         if len(groups) != len(own) or any(mine.keys() - loaded.keys() - {"initial_lr"} for mine, loaded in zip(own, groups, strict=True)):
-            raise CorruptDataError("the checkpoint is of another optimizer: its parameter groups differ", reason="OPTIMIZER_DIFFERS")
+            raise CorruptDataError(
+                f"the checkpoint is of another optimizer: its {len(groups)} parameter groups differ from this one's {len(own)}, in "
+                "number or settings; resume with the optimizer that saved it, or from another checkpoint",
+                reason="OPTIMIZER_DIFFERS",
+            )
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Takes over what `check_checkpoint` found to be the user's optimizer's."""

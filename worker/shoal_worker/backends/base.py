@@ -71,6 +71,7 @@ class Waits:
         self._since: tuple[float, str] | None = None
         self._total_s = 0.0
         self._last_s = 0.0
+        self._held = False
 
     def of(self, what: str) -> AbstractContextManager[object]:
         """While open, this rank waits in `what`."""
@@ -86,6 +87,16 @@ class Waits:
         if since is not None:  # else another thread's wait has ended this one
             self._last_s = self._clock() - since[0]
             self._total_s += self._last_s
+
+    def hold(self, what: str | None) -> None:
+        """Begins a wait that goes on until this is called with None, whatever is waited for in between. Said again, it changes nothing."""
+        if (what is not None) == self._held:
+            return
+        self._held = what is not None
+        if what is not None:
+            self.begin(what)
+        else:
+            self.end()
 
     @property
     def now(self) -> tuple[float, str]:

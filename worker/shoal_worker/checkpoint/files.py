@@ -208,20 +208,28 @@ def rows_of(path: Path) -> SavedRows:
         raise damaged(path, f"its {manifest.NAME} lacks something, or says what cannot be: {error!r}") from error
 
 
-def read_model(path: Path) -> dict[str, torch.Tensor]:
-    """The model's state of one checkpoint, or of the newest one in a directory of them.
+def read_model(path: Path, number: int | None = None) -> dict[str, torch.Tensor]:
+    """The model's state of one checkpoint, or of the newest one in a directory of them. `number`: of several models, which one.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: there is none; or it has several models, and `number` is not that of one of them.
         CorruptDataError: as `read_checkpoint`, or the checkpoint holds no model.
     """
     found = path if (path / manifest.NAME).is_file() else latest(path)
     if found is None:
         raise ConfigurationError(f"there is no checkpoint in {path}; expected a directory given to save_checkpoint, or a step-<n> in it")
     state = read_checkpoint(found).state
-    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
+    states = state.get("models", [state]) if isinstance(state, dict) else []
+    if not states or not all(isinstance(each, dict) and isinstance(each.get("model"), dict) for each in states):
         raise damaged(found, "it holds no model")
-    return dict(state["model"])
+    if number is None and len(states) == 1:
+        number = 0
+    if type(number) is not int or not 0 <= number < len(states):
+        raise ConfigurationError(
+            f"{found} has {len(states)} model{'s' if len(states) > 1 else ''}, and model={number!r}: expected a number from 0 to "
+            f"{len(states) - 1}, in the order in which as_distributed was given them"
+        )
+    return dict(states[number]["model"])
 
 
 # ------------------------------------------------------------------------------------------------------------------ writing

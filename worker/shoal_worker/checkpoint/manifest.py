@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import socket
+import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -121,7 +122,9 @@ def disk_errors(target: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:  # the library reports a full disk as its own error
-        raise UnavailableError(f"checkpoint {target} could not be written: {error}", reason="CHECKPOINT_NOT_WRITTEN") from error
+        told = UnavailableError(f"checkpoint {target} could not be written: {error}", reason="CHECKPOINT_NOT_WRITTEN")
+        told.failed_at = time.time()  # the rank that it strikes raises it later, at its next save
+        raise told from error
 
 
 def _file_digest(file: Path) -> str:
@@ -136,7 +139,7 @@ _log = logging.getLogger(__name__)
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-_TEMPORARY = re.compile(r"\..+\.(?P<host>[^.]*)\.(?P<pid>[0-9]+)\.[0-9a-f]{32}\.tmp")
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]*)\.(?P<pid>[0-9]+)\.[0-9a-f]{32}\.tmp")
 
 
 # ---------------------------------------------------------------------------------------------------------- directories that appear whole
@@ -164,17 +167,19 @@ def publish(temporary: Path, target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a directory so that it is never seen in part; logs what it cannot remove. Nothing happens if it is not there."""
-    doomed = path
-    if not _TEMPORARY.fullmatch(path.name):
-        doomed = _temporary_path(path.parent, path.name)
-        try:
-            path.rename(doomed)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            _log.warning("%s could not be removed: %s", path, error)
-            return
+    """Removes a directory so that it is never seen in part; logs what it cannot remove. Nothing happens if it is not there.
+
+    It is renamed first: who still writes to it by its name is told at once that it is not there, and adds nothing to what is removed.
+    """
+    under_way = _TEMPORARY.fullmatch(path.name)
+    doomed = _temporary_path(path.parent, under_way["name"] if under_way else path.name)
+    try:
+        path.rename(doomed)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        _log.warning("%s could not be removed: %s", path, error)
+        return
     _remove_tree(doomed)
 
 

@@ -42,7 +42,7 @@ _ASK_GONE = timedelta(seconds=1)
 _LOOK = timedelta(seconds=0.05)
 """How often it looks whether the checkpoint is."""
 
-_FILES = frozenset({"registered", "sources", "loops", "steps", "run"})
+_FILES = frozenset({"registered", "sources", "loops", "steps", "samples", "run"})
 """Parts of the captured state beside the replica's own (model, optimizer)."""
 
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from shoal_common.errors import ConfigurationError, CorruptDataError
 
-from shoal_worker.data.sampling import EpochOrders, EpochPlan
+from shoal_worker.data.sampling import EpochPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +66,33 @@ class Cursor:
 _STATE_VERSION = 1
 
 
+class Orders(Protocol):
+    """The order of the samples in each epoch."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What an order that is not drawn follows from, with the epoch. JSON-able."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """The identity of what is put in order."""
+        ...
+
+    @property
+    def drawn(self) -> bool:
+        """Whether a sampler makes the order."""
+        ...
+
+    def digest(self, epoch: int) -> str | None:
+        """Digest of a drawn order; None when the order follows from the loader's arguments."""
+        ...
+
+
 class LoaderProgress:
     """The cursor and the count of epochs."""
 
-    def __init__(self, orders: EpochOrders) -> None:
+    def __init__(self, orders: Orders) -> None:
         self.cursor = Cursor()
         """After the last commit, or at the head of the epoch that an iteration has moved on to."""
         self.within: int | None = None
@@ -128,8 +151,8 @@ class LoaderProgress:
             "order": self._orders.digest(self.cursor.epoch) if self.cursor.samples else None,
         }
 
-    def load(self, state: Mapping[str, Any], *, loader: str, leased: bool) -> None:
-        """Takes over a captured state. `loader`: its name, for errors. `leased`: no rank stands within an epoch.
+    def checked(self, state: Mapping[str, Any], *, loader: str, leased: bool) -> tuple[Cursor, int]:
+        """Reads a captured state, for `take`. `loader`: its name, for errors. `leased`: no rank stands within an epoch.
 
         Raises:
             CorruptDataError: this is no loader's state, or a newer release's.
@@ -144,8 +167,11 @@ class LoaderProgress:
             raise CorruptDataError(f"the loader's state has next_epoch={next_epoch!r}; expected a whole number of at least 0")
         if cursor.samples and not leased:
             self._check_order(cursor, state, loader)
-        self.cursor = cursor
-        self._loaded_next_epoch = next_epoch
+        return cursor, next_epoch
+
+    def take(self, checked: tuple[Cursor, int]) -> None:
+        """Takes over what `checked` has read."""
+        self.cursor, self._loaded_next_epoch = checked
 
     def _check_order(self, cursor: Cursor, state: Mapping[str, Any], loader: str) -> None:
         arguments = self._orders.arguments

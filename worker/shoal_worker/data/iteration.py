@@ -25,8 +25,8 @@ from torch.utils import _pytree as pytree
 from shoal_worker.data.cursor import LoaderProgress
 from shoal_worker.data.fetch import Fetcher, Request
 from shoal_worker.data.record import SampleRecord
-from shoal_worker.data.sampling import Block, EpochOrders
-from shoal_worker.data.step_batches import Dealer, DealtStep, Step, Supply
+from shoal_worker.data.sampling import Block
+from shoal_worker.data.step_batches import DealtStep, Step, Supply
 from shoal_worker.elastic.loader_interface import LoaderSession, Placement, Share, StepSource, StopTraining, WeighRows
 from shoal_worker.elastic.worker_process import current_loader_session
 
@@ -81,8 +81,6 @@ class Delivery:
     def __init__(
         self,
         supply: Supply,
-        dealer: Dealer,
-        orders: EpochOrders,
         fetcher: Fetcher,
         *,
         in_micro_batches: bool,
@@ -93,8 +91,6 @@ class Delivery:
         """Making a batch raised an error. Whoever begins an iteration sets it back."""
         self._at_hand: Request | None = None
         self._supply = supply
-        self._dealer = dealer
-        self._orders = orders
         self._fetcher = fetcher
         self._in_micro_batches = in_micro_batches
         self._weight_fn = weight_fn
@@ -106,8 +102,7 @@ class Delivery:
             weighed = self._weight_fn is not None
             weight = math.nan if weighed else float(sum(map(len, dealt.blocks)))
             total = None if weighed else float(len(dealt.positions))
-            most = len(self._dealer.plan(dealt.epoch).deal(dealt.positions, 0, dealt.placement.world_size))
-            session.assign(Share(weight=weight, total_weight=total, micro_batches=len(dealt.blocks), most_micro_batches=most))
+            session.assign(Share(weight=weight, total_weight=total, micro_batches=len(dealt.blocks), most_micro_batches=dealt.most_blocks))
         return Step(dealt, self._hand_out(dealt, session, loader))
 
     def peek(self) -> Any:
@@ -120,7 +115,7 @@ class Delivery:
         for block in dealt.blocks:
             if self._supply.current is not dealt:
                 raise PreconditionError(f"step {dealt.number} of epoch {dealt.epoch} is over; its batches can no longer be taken")
-            request = self._dealer.request(dealt, block)
+            request = self._supply.request(dealt, block)
             try:
                 batch = self._fetcher.fetch(request, functools.partial(self._supply.following, dealt, request))
             except Exception:  # whatever it is: it is raised again
@@ -130,7 +125,7 @@ class Delivery:
             if not self._in_micro_batches:
                 session.assign(Share(weight=weight, total_weight=self._total_weight(dealt, weight), micro_batches=None))
             session.begin_micro_batch(index=block.index, weight=weight, key=request.key, weigh=self._weigh_rows(batch, block))
-            self._note(dealt, block, request, loader)
+            self._note(dealt, block, loader)
             self._at_hand = request
             dealt.handed_out += len(block)
             yield batch
@@ -153,7 +148,7 @@ class Delivery:
             return weight
         return None if self._weight_fn is not None else float(len(dealt.positions))
 
-    def _note(self, dealt: DealtStep, block: Block, request: Request, loader: str) -> None:
+    def _note(self, dealt: DealtStep, block: Block, loader: str) -> None:
         if self._record is None or not dealt.placement.leads_replica:
             return
         self._record.write(
@@ -166,10 +161,7 @@ class Delivery:
             index=block.index,
             begin=dealt.positions.start,
             first=block.positions.start,
-            samples=list(request.indices) if len(block) else [],
-            expected=self._dealer.plan(dealt.epoch).counted,
-            dataset=self._orders.dataset_length,
-            drawn=self._orders.drawn,
+            **self._supply.account(dealt, block),
         )
 
 
@@ -244,7 +236,7 @@ class Iterations:
         try:
             while epoch < n and not self._stopped:
                 progress.within = epoch
-                session(source).epoch_opens(source, epoch)
+                session(source).epoch_opens(source, epoch, epochs=n)
                 yield epoch
                 epoch = max(epoch + 1, progress.cursor.epoch)
         finally:
@@ -318,6 +310,7 @@ class Iterations:
                 return
             if dealt is not None:
                 yield self._delivery.step(dealt, session, source.name)
+                session.batch_passed(source)
         if took_part:
             self._end_epoch(source)
         else:

@@ -19,17 +19,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 from shoal_common.errors import ConfigurationError, InternalError
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import default_collate
 
 from shoal_worker.data.cursor import LoaderProgress
 from shoal_worker.data.fetch import Fetcher, Request
 from shoal_worker.data.iteration import Delivery, Introduction, Iterations
+from shoal_worker.data.position_supply import PositionSupply
 from shoal_worker.data.record import SampleRecord
 from shoal_worker.data.sampling import EpochOrders, EpochPlan
+from shoal_worker.data.shard_supply import ShardSupply
 from shoal_worker.data.step_batches import Dealer, DealtSupply, LeasedSupply, Step, Supply
+from shoal_worker.data.stream_supply import StreamOrders, StreamSupply
+from shoal_worker.data.streams import ShardedStream, StreamedEvaluation, check_stream, has_items, identity_of_stream, is_stream
 from shoal_worker.elastic.loader_interface import Placement
 from shoal_worker.settings import WorkerSettings
-from shoal_worker.state.digest import DRAWN, SAMPLES, identity_of
+from shoal_worker.state.digest import SAMPLES, identity_of
 
 # ------------------------------------------------------------------------------------------------------------------ loaders without steps
 #
@@ -82,7 +86,7 @@ class EvaluationBatches:
 
 
 class ElasticDataLoader:
-    """Deals a map-style dataset to the ranks of an elastic job: each sample exactly once an epoch, with a constant global batch.
+    """Deals a dataset or a stream to the ranks of an elastic job: each sample exactly once an epoch, with a constant global batch.
 
     Three forms. With `global_batch_size` alone, `for batch in loader` is one step an iteration, and each rank gets its part of the global
     batch. With `micro_batch_size`, `for step in loader.steps(): for batch in step`. With `batch_size` (async_sgd), whole batches are leased
@@ -97,7 +101,7 @@ class ElasticDataLoader:
         micro_batch_size: int | None = None,
         batch_size: int | None = None,
         seed: int = 0,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         drop_last: bool = False,
         sampler: Iterable[int] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -110,13 +114,15 @@ class ElasticDataLoader:
     ) -> None:
         """
         Args:
-            dataset: has `__len__` and `__getitem__` (and perhaps `__getitems__`, which takes a list of indices).
+            dataset: has `__len__` and `__getitem__` (and perhaps `__getitems__`, which takes a list of indices); or is a stream: an
+                `IterableDataset`, of which every rank reads all and trains on its own part, or a `ShardedStream` (docs/streams.md).
             global_batch_size: samples in a step over all ranks; the same whatever their number.
             micro_batch_size: samples in a micro-batch, the unit that is dealt to ranks then.
             batch_size: samples in a leased batch (async_sgd). Exactly one of this and `global_batch_size`.
             seed: of the order, and of the random numbers that datasets, models and the loop draw from the global generators of torch,
                 NumPy and Python, which are seeded for each batch; the same on every rank.
-            shuffle: a new order each epoch; else the dataset's. Without effect beside `sampler` and with `train=False`.
+            shuffle: a new order each epoch; else the dataset's. None: yes, but for a stream, whose order is its own; of a `ShardedStream`
+                True shuffles the shards. Without effect beside `sampler` and with `train=False`.
             drop_last: leave out the last step of an epoch if it is short.
             sampler: draws each epoch's indices instead, once per epoch; must draw the same on every rank. So that it does, its
                 `set_epoch` is called, and the random generators that it holds and the global ones are seeded. Ranks that drew
@@ -130,17 +136,30 @@ class ElasticDataLoader:
             train: False for evaluation: takes no part in steps. Batches are those of `micro_batch_size` or, without it, of the other size.
 
         Raises:
-            ConfigurationError: arguments that cannot work, or a dataset that cannot be sharded by position.
+            ConfigurationError: arguments that cannot work, or a dataset that cannot be dealt.
         """
-        check_dataset(dataset)
+        streams = is_stream(dataset)
         check_sizes(global_batch_size, micro_batch_size, batch_size, train=train)
         check_rest(seed=seed, num_workers=num_workers, name=name, drop_last=drop_last, train=train)
+        if streams:
+            check_stream(
+                dataset,
+                batch_size=batch_size,
+                micro_batch_size=micro_batch_size,
+                shuffle=shuffle,
+                sampler=sampler,
+                num_workers=num_workers,
+                train=train,
+            )
+        else:
+            check_dataset(dataset)
         self.dataset = dataset
         size = global_batch_size or batch_size or 0
+        shuffle = train and (not streams if shuffle is None else shuffle)
         self._micro_batch_size = micro_batch_size
-        identity = identity_of(dataset)
+        identity = identity_of_stream(dataset) if streams else identity_of(dataset)
         self._arguments = {
-            "length of the dataset": len(dataset),
+            "length of the dataset": None if streams else len(dataset),
             "batch size": size,
             "micro_batch_size": micro_batch_size,
             "seed": seed,
@@ -149,47 +168,47 @@ class ElasticDataLoader:
             "weight_fn": weight_fn is not None,
             SAMPLES: identity,
         }
-        self._dealing: tuple[int, str] | None = None
-        orders = EpochOrders(dataset_length=len(dataset), identity=identity, seed=seed, shuffle=train and shuffle, sampler=sampler)
-        self._orders = orders
-        self._dealer = Dealer(orders, batch_size=size, micro_batch_size=micro_batch_size, drop_last=drop_last, seed=seed)
-        self._progress = LoaderProgress(orders)
-        if len(self.plan) == 0:
-            raise ConfigurationError(
-                f"drop_last=True leaves no step: {self.plan.length} samples are fewer than one batch of {size}; "
-                "make the batch smaller or keep the last one"
-            )
-        fetcher = Fetcher(
-            dataset,
-            collate_fn=collate_fn or default_collate,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-            leaves_no_trace=not train,  # training seeds them for each batch
-        )
-        self._supply: Supply = (
-            LeasedSupply(self._dealer, self._progress, ahead=1 + num_workers + bool(look_ahead))
-            if train and batch_size is not None
-            else DealtSupply(self._dealer, self._progress)
-        )
+        self._dealing: tuple[dict[str, Any], str] | None = None
+        self._evaluation: EvaluationBatches | StreamedEvaluation | None = None
         self._record = _sample_record() if train else None
-        delivery = Delivery(
-            self._supply,
-            self._dealer,
-            orders,
-            fetcher,
-            in_micro_batches=micro_batch_size is not None,
-            weight_fn=weight_fn,
-            record=self._record,
-        )
-        self._delivery = delivery
+        collate = collate_fn or default_collate
+        # Training seeds the random numbers for each batch, so the fetcher need not put them back.
+        workers: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory, "leaves_no_trace": not train}
+        sizes: dict[str, Any] = {"batch_size": size, "micro_batch_size": micro_batch_size, "drop_last": drop_last, "seed": seed}
+        self._supply: Supply
+        if streams:
+            self._progress = LoaderProgress(StreamOrders(dataset, seed=seed, shuffle=shuffle))
+            if isinstance(dataset, ShardedStream) and train:
+                supply: StreamSupply = ShardSupply(dataset, self._progress, shuffle=shuffle, **sizes)
+            else:
+                supply = PositionSupply(dataset, self._progress, **sizes)
+            supply.plan(0)  # refuses sizes that do not fit each other
+            self._supply = supply
+            fetcher = Fetcher(supply.items, collate_fn=collate, **workers)
+            if not train:
+                self._evaluation = StreamedEvaluation(
+                    dataset, collate_fn=collate, size=micro_batch_size or size, seed=seed, dealing=self.dealing
+                )
+        else:
+            orders = EpochOrders(dataset_length=len(dataset), identity=identity, seed=seed, shuffle=shuffle, sampler=sampler)
+            dealer = Dealer(orders, **sizes)
+            self._progress = LoaderProgress(orders)
+            _check_not_empty(dealer.announced_plan(0))
+            fetcher = Fetcher(dataset, collate_fn=collate, **workers)
+            self._supply = (
+                LeasedSupply(dealer, self._progress, ahead=1 + num_workers + bool(look_ahead))
+                if train and batch_size is not None
+                else DealtSupply(dealer, self._progress)
+            )
+            if not train:
+                batch = micro_batch_size or size
+                self._evaluation = EvaluationBatches(orders=orders, fetcher=fetcher, size=batch, seed=seed, dealing=self.dealing)
+        in_micro_batches = micro_batch_size is not None
+        self._delivery = Delivery(self._supply, fetcher, in_micro_batches=in_micro_batches, weight_fn=weight_fn, record=self._record)
         self._introduction = Introduction(name or ("" if train else "evaluation"))
-        self._iterations = Iterations(self._introduction, self._progress, self._supply, delivery, fetcher)
-        self._evaluation: EvaluationBatches | None = None
+        self._iterations = Iterations(self._introduction, self._progress, self._supply, self._delivery, fetcher)
         if train:
             self._introduction.session(self)
-        else:
-            batch = micro_batch_size or size
-            self._evaluation = EvaluationBatches(orders=orders, fetcher=fetcher, size=batch, seed=seed, dealing=self.dealing)
 
     @property
     def name(self) -> str:
@@ -199,10 +218,9 @@ class ElasticDataLoader:
     @property
     def dealing(self) -> str:
         """See `StepSource.dealing`."""
-        epoch = self.epoch
-        if self._dealing is None or self._dealing[0] != epoch:
-            drawn = self._orders.digest(epoch)
-            self._dealing = epoch, json.dumps({**self._arguments, DRAWN: drawn})
+        told = self._supply.dealing(self.epoch)
+        if self._dealing is None or self._dealing[0] is not told:
+            self._dealing = told, json.dumps({**self._arguments, **told})
         return self._dealing[1]
 
     @property
@@ -235,6 +253,21 @@ class ElasticDataLoader:
         """See `StepSource.is_over`."""
         return self._iterations.is_over
 
+    @property
+    def step_samples(self) -> int:
+        """See `StepSource.step_samples`."""
+        dealt = self._supply.current
+        if dealt is None:
+            return 0
+        return dealt.handed_out if self.leased else len(dealt.positions)
+
+    def steps_until(self, epoch: int) -> int | None:
+        """See `StepSource.steps_until`."""
+        if isinstance(self._supply, StreamSupply):
+            return None
+        cursor = self._progress.cursor
+        return max(0, (epoch - cursor.epoch) * len(self.plan) - cursor.step)
+
     def count_from(self, epoch: int | None) -> None:
         """See `StepSource.count_from`."""
         self._progress.count_from(epoch)
@@ -247,12 +280,20 @@ class ElasticDataLoader:
 
     @property
     def plan(self) -> EpochPlan:
-        """How the cursor's epoch becomes steps."""
-        return self._dealer.announced_plan(self._progress.cursor.epoch)
+        """How the cursor's epoch becomes steps; of a stream, whose end nobody has come to, as if it went on for ever."""
+        return self._supply.plan(self._progress.cursor.epoch)
 
     def __len__(self) -> int:
-        """Steps in a whole epoch, whatever the world; batches in the leased form (over all ranks) and for evaluation."""
-        return len(self.plan) if self._evaluation is None else len(self._evaluation)
+        """Steps in a whole epoch, whatever the world; batches in the leased form (over all ranks) and for evaluation.
+
+        Raises:
+            TypeError: of a stream nobody knows.
+        """
+        if isinstance(self._supply, StreamSupply):
+            raise TypeError(
+                f"a loader of a stream ({type(self.dataset).__qualname__}) has no length: how many items come is known at their end"
+            )
+        return len(self.plan) if not isinstance(self._evaluation, EvaluationBatches) else len(self._evaluation)
 
     # ---------------------------------------------------------------------------------------------- for the training loop
 
@@ -296,7 +337,7 @@ class ElasticDataLoader:
         self._refuse_evaluation("peek()")
         return self._delivery.peek()
 
-    def evaluation_batches(self) -> EvaluationBatches:
+    def evaluation_batches(self) -> EvaluationBatches | StreamedEvaluation:
         """The batches of an evaluation loader by number, for `evaluate` to deal to the ranks.
 
         Raises:
@@ -335,7 +376,7 @@ class ElasticDataLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor after the last commit, in samples, and what its meaning depends on. JSON-able."""
-        return self._progress.capture()
+        return {**self._progress.capture(), **self._supply.capture()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over a cursor, of a checkpoint or a peer. The global batch size may be another.
@@ -344,7 +385,9 @@ class ElasticDataLoader:
             CorruptDataError: this is no loader's state, or a newer release's.
             ConfigurationError: the cursor is within an epoch whose order is another one here, so samples would be lost or seen twice.
         """
-        self._progress.load(state, loader=self.name, leased=self.leased)
+        checked = self._progress.checked(state, loader=self.name, leased=self.leased)
+        self._supply.load(state, loader=self.name)
+        self._progress.take(checked)
         self._supply.reset()
 
     def _refuse_evaluation(self, what: str) -> None:
@@ -359,20 +402,24 @@ def _sample_record() -> SampleRecord | None:
 
 
 def check_dataset(dataset: Any) -> None:
-    """Raises ConfigurationError unless the dataset can be sharded by position: a length, and samples by index."""
+    """Raises ConfigurationError unless samples of `dataset` can be had by index, and it has some."""
     kind = type(dataset)
-    # torch's base class has a __getitem__ that only raises.
-    getitem = getattr(kind, "__getitem__", None)
-    indexable = getitem is not None and getitem is not Dataset.__getitem__
+    indexable = has_items(dataset)
     if not indexable or not hasattr(kind, "__len__"):
         missing = " and ".join(name for name, there in (("__getitem__", indexable), ("__len__", hasattr(kind, "__len__"))) if not there)
-        what = "an iterable dataset" if isinstance(dataset, IterableDataset) else "a dataset"
         raise ConfigurationError(
-            f"dataset={kind.__qualname__} is {what} without {missing}, so its samples cannot be dealt by position: of a stream nobody "
-            "could say which samples a dead rank had. Give it __len__ and __getitem__(index)"
+            f"dataset={kind.__qualname__} has no {missing}, and is no stream: give it __len__ and __getitem__(index), or __iter__"
         )
     if len(dataset) == 0:
         raise ConfigurationError(f"dataset={kind.__qualname__} is empty; expected at least one sample")
+
+
+def _check_not_empty(plan: EpochPlan) -> None:
+    if len(plan) == 0:
+        raise ConfigurationError(
+            f"drop_last=True leaves no step: {plan.length} samples are fewer than one batch of {plan.global_batch_size}; "
+            "make the batch smaller or keep the last one"
+        )
 
 
 def check_sizes(global_batch_size: int | None, micro_batch_size: int | None, batch_size: int | None, *, train: bool) -> None:

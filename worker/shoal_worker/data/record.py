@@ -11,7 +11,8 @@ write to a file opened with O_APPEND, so lines already written outlive a SIGKILL
 
 `samples` are the dataset indices fetched, at positions `first`, `first` + 1, ... of the epoch's order; empty for a stand-in batch. `begin`
 is the position where the step begins, `index` the micro-batch (or the rank), `expected` how many samples a whole epoch deals, `dataset` the
-dataset's length, and `drawn` says that a sampler made the order.
+dataset's length, and `drawn` says that a sampler made the order. Of a stream `samples` are positions, or (shard << 32) + the place in the
+shard, `dataset` is -1, and `expected` grows until its end is known.
 """
 
 from __future__ import annotations
@@ -171,9 +172,11 @@ class _Lines:
             if (member, epoch, batch) not in self._leased:
                 raise CorruptDataError(f"member {member} finished batch {batch} of epoch {epoch} of {loader!r}, which it was never handed")
             counted[epoch].append(self._leased[member, epoch, batch])
-        any_line = {epoch: line for (_, epoch, _), lines in self._dealt.items() for line in lines.values()}
-        for epoch in sorted(any_line):
-            yield _judge_epoch(loader, any_line[epoch], counted[epoch])
+        # A stream's lines know of no more samples than were dealt until then: the one that knows of most says how many there are.
+        by_expected = sorted((line for lines in self._dealt.values() for line in lines.values()), key=lambda line: line["expected"])
+        last = {line["epoch"]: line for line in by_expected}
+        for epoch in sorted(last):
+            yield _judge_epoch(loader, last[epoch], counted[epoch])
 
     def _steps_that_count(self) -> list[tuple[int, int, int]]:
         counting = []

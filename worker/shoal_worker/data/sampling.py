@@ -88,13 +88,13 @@ class EpochPlan:
         if not 0 <= rank < world_size:
             raise ConfigurationError(f"rank={rank}: expected 0 to {world_size - 1} in a world of {world_size}")
         if self.micro_batch_size is None:
-            return (Block(index=rank, positions=step[_part(len(step), rank, world_size)]),)
+            return (Block(index=rank, positions=step[part_of(len(step), rank, world_size)]),)
         starts = range(0, len(step), self.micro_batch_size)
-        mine = range(len(starts))[_part(len(starts), rank, world_size)]
+        mine = range(len(starts))[part_of(len(starts), rank, world_size)]
         return tuple(Block(index=i, positions=step[starts[i] : starts[i] + self.micro_batch_size]) for i in mine)
 
 
-def _part(items: int, rank: int, world_size: int) -> slice:
+def part_of(items: int, rank: int, world_size: int) -> slice:
     """Part `rank` of `items` cut into `world_size` contiguous parts, the first `items % world_size` of which have one more."""
     each, more = divmod(items, world_size)
     start = rank * each + min(rank, more)

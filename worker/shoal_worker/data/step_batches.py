@@ -11,7 +11,7 @@ import abc
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,6 +21,7 @@ from shoal_worker.data.cursor import Cursor, LoaderProgress
 from shoal_worker.data.fetch import Request
 from shoal_worker.data.sampling import Block, EpochOrders, EpochPlan
 from shoal_worker.elastic.loader_interface import Leases, LoaderSession, Placement
+from shoal_worker.state.digest import DRAWN
 
 # -------------------------------------------------------------------------------------------------------------------------- a step, dealt
 #
@@ -41,8 +42,22 @@ class DealtStep:
     """Positions of the whole global batch in the epoch's order."""
     blocks: tuple[Block, ...]
     """The blocks of samples that are this rank's."""
+    most_blocks: int = 1
+    """How many the rank has that has the most."""
     handed_out: int = 0
     """Samples of this rank that the user's loop has got."""
+
+
+def dealt_by(plan: EpochPlan, positions: range, cursor: Cursor, placement: Placement) -> DealtStep:
+    """The part that the rank of `placement` has in the step of `positions`, which begins at `cursor`."""
+    return DealtStep(
+        placement=placement,
+        epoch=cursor.epoch,
+        number=cursor.step,
+        positions=positions,
+        blocks=plan.deal(positions, placement.rank, placement.world_size),
+        most_blocks=len(plan.deal(positions, 0, placement.world_size)),
+    )
 
 
 class Step:
@@ -84,6 +99,10 @@ class Dealer:
         self._seed = seed
         self._made: EpochPlan | None = None
 
+    def drawn(self, epoch: int) -> str | None:
+        """Digest of the order that a sampler drew for `epoch`; None: no sampler did."""
+        return self._orders.digest(epoch)
+
     def announced_plan(self, epoch: int) -> EpochPlan:
         """The plan of `epoch` by the length that the sampler tells, without drawing it."""
         return self._plan(self._orders.length(epoch))
@@ -98,8 +117,7 @@ class Dealer:
         positions = plan.step(cursor.samples)
         if not positions:
             return None
-        blocks = plan.deal(positions, placement.rank, placement.world_size)
-        return DealtStep(placement=placement, epoch=cursor.epoch, number=cursor.step, positions=positions, blocks=blocks)
+        return dealt_by(plan, positions, cursor, placement)
 
     def leased(self, epoch: int, number: int, placement: Placement) -> DealtStep:
         """Batch `number` of `epoch` as a step that this rank has to itself."""
@@ -112,6 +130,15 @@ class Dealer:
         positions = block.positions or dealt.positions[:1]
         indices = tuple(self._orders.indices(dealt.epoch, positions))
         return Request(epoch=dealt.epoch, indices=indices, key=(self._seed, dealt.epoch, dealt.number, block.index))
+
+    def account(self, dealt: DealtStep, block: Block) -> dict[str, Any]:
+        """See `Supply.account`."""
+        return {
+            "samples": self._orders.indices(dealt.epoch, block.positions),
+            "expected": self.plan(dealt.epoch).counted,
+            "dataset": self._orders.dataset_length,
+            "drawn": self._orders.drawn,
+        }
 
     def following(self, dealt: DealtStep, request: Request) -> Iterator[Request]:
         """`request` and all that its rank will need after it in the epoch, if the ranks stay as they are."""
@@ -174,9 +201,11 @@ class LeasedBatches:
             answer = self._lease(session, max(0, want))
             if not self._held:
                 self.done = answer.epoch_done
+                session.wait_for_others(None if self.done else "the batches that others have of the epoch")
                 if not self.done:
                     time.sleep(max(answer.retry_after_s, _SHORTEST_RETRY_S))
                 return None
+        session.wait_for_others(None)
         self._current = self._held.popleft()
         return self._current
 
@@ -201,6 +230,7 @@ class LeasedBatches:
     def acknowledge(self, session: LoaderSession) -> None:
         """The loop is left, and there may be no next lease: tells the coordinator what is finished, and gives the other batches back, but
         one that is handed out, which may still be finished, unless that is within a round of inner steps."""
+        session.wait_for_others(None)
         try:
             if self._lease(session, 0).took_back_at_hand:
                 self._current = None
@@ -240,17 +270,20 @@ class _Drain:
 class Supply(abc.ABC):
     """Deals one step after the other; the same one again until it is committed."""
 
-    leased: ClassVar[bool]
+    leased: ClassVar[bool] = False
 
-    def __init__(self, dealer: Dealer, progress: LoaderProgress) -> None:
+    def __init__(self, progress: LoaderProgress) -> None:
         self.current: DealtStep | None = None
         """Dealt, and neither committed nor dropped."""
-        self._dealer = dealer
         self._progress = progress
 
     @abc.abstractmethod
     def take(self, placement: Placement, session: LoaderSession, loader: str) -> DealtStep | None:
         """The next step, which becomes the current one; None when there is none now, or the epoch is over."""
+
+    @abc.abstractmethod
+    def request(self, dealt: DealtStep, block: Block) -> Request:
+        """The batch that `block` of `dealt` means. A block without samples means a stand-in."""
 
     @abc.abstractmethod
     def following(self, dealt: DealtStep, request: Request) -> Iterator[Request]:
@@ -259,6 +292,19 @@ class Supply(abc.ABC):
     @abc.abstractmethod
     def upcoming(self, dealt: DealtStep, request: Request) -> Request | None:
         """What will probably be needed next after `request`, of `dealt`, in the epoch; None: nothing, or nobody knows."""
+
+    @abc.abstractmethod
+    def account(self, dealt: DealtStep, block: Block) -> dict[str, Any]:
+        """What the record of samples says of `block` (`record.py`): samples, expected, dataset, drawn."""
+
+    @abc.abstractmethod
+    def plan(self, epoch: int) -> EpochPlan:
+        """How `epoch` becomes steps, as far as it is known without reading or drawing it."""
+
+    def dealing(self, epoch: int) -> dict[str, Any]:
+        """What the batches follow from beside the loader's arguments: the same on all ranks. JSON-able; the same object while it is the
+        same."""
+        return {}
 
     def drop(self) -> None:
         """The current step was not committed."""
@@ -287,11 +333,44 @@ class Supply(abc.ABC):
     def acknowledge(self, session: LoaderSession) -> None:  # noqa: B027  # most supplies have nothing to say
         """The loop is left: tells of finished batches that no further lease would tell of. Raises ShoalError when it could not."""
 
+    def capture(self) -> dict[str, Any]:
+        """What the loader's state has beside the cursor. JSON-able."""
+        return {}
 
-class DealtSupply(Supply):
+    def load(self, state: Mapping[str, Any], *, loader: str) -> None:  # noqa: B027  # most supplies have no state beside the cursor
+        """Takes over what `capture` gave, of a state whose cursor has been checked, and is taken over behind this. Raises CorruptDataError
+        and ConfigurationError, and then has changed nothing."""
+
+
+class IndexedSupply(Supply):
+    """Steps of a dataset whose samples have indices."""
+
+    def __init__(self, dealer: Dealer, progress: LoaderProgress) -> None:
+        super().__init__(progress)
+        self._dealer = dealer
+        self._told: tuple[int, dict[str, Any]] | None = None
+
+    def request(self, dealt: DealtStep, block: Block) -> Request:
+        """See `Supply`."""
+        return self._dealer.request(dealt, block)
+
+    def account(self, dealt: DealtStep, block: Block) -> dict[str, Any]:
+        """See `Supply`."""
+        return self._dealer.account(dealt, block)
+
+    def plan(self, epoch: int) -> EpochPlan:
+        """See `Supply`."""
+        return self._dealer.announced_plan(epoch)
+
+    def dealing(self, epoch: int) -> dict[str, Any]:
+        """See `Supply`."""
+        if self._told is None or self._told[0] != epoch:
+            self._told = epoch, {DRAWN: self._dealer.drawn(epoch)}
+        return self._told[1]
+
+
+class DealtSupply(IndexedSupply):
     """Every rank has its part of every step."""
-
-    leased = False
 
     def take(self, placement: Placement, session: LoaderSession, loader: str) -> DealtStep | None:
         """See `Supply`. Where a run with another batch size left the cursor, `drop_last` may leave out what remains."""
@@ -320,7 +399,7 @@ class DealtSupply(Supply):
         return self._progress.cursor.after_step(dealt.positions, self._dealer.plan(dealt.epoch))
 
 
-class LeasedSupply(Supply):
+class LeasedSupply(IndexedSupply):
     """Every batch is a step that one rank has to itself."""
 
     leased = True

@@ -6,13 +6,15 @@ step, the same on all ranks that survive it.
 - A process: `worker_process` opens the session and ends it, also on signals; `script_end` says whether the script has come to its end;
   `session` is what users and engines speak to.
 - A step: `step` (the step in progress, and its control word), `step_lifecycle` (begins, commits and loses steps), `borders` (what happens
-  between two of them; who leaves), `phase` (where the script is in the run), `committed_state` (what is true after the last step).
+  between two of them; who leaves), `phase` (where the script is in the run), `committed_state` (what is true after the last step),
+  `return_to_checkpoint` (where that is lost), `last_step` (nobody leaves while a peer is in doubt of it).
 - A generation: `generation` and `group` (its ranks, connected), `formation` (makes the next one out of survivors and joiners), `reconcile`
   (what the ranks make of their standings), `joiner_state` and `transfer` (state that travels).
 - Membership: `member` is what the session asks of it; `membership` and `link` have it from the coordinator (`coordinator_messages`;
   `outbox`: what that is told), `fixed` where ranks are threads or MPI's.
-- Between steps: `operations` and `evaluation`.
+- Between steps: `operations`, `evaluation` and `collectives` (what scripts tell each other). At any time: `first_of_machine` (what one
+  process of a machine does before the others).
 - Beside the model: `schedulers_and_scalers`, and `row_store` (rows of sparse tables, which servers hold).
-- Waiting: `waiting` (for what), `stall_watch` (whom this rank does not reach), `desync_detector` and `divergence` (ranks that have gone
-  different ways), `progress` (what heartbeats and metrics tell), `told_loss` (the loss in it).
+- Waiting: `waiting` (for what), `stall_watch` (whom this rank does not reach), `desync_detector`, `divergence` and
+  `replicas_compared` (ranks that have gone different ways), `progress` (what heartbeats and metrics tell), `told_loss` (the loss in it).
 """

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import NoReturn
 
+import xxhash
 from shoal_common.errors import MembershipChanged
 from shoal_common.exit_status import PUT_OUT
 
@@ -187,6 +188,12 @@ class Borders:
         )
 
     @property
+    def generation(self) -> int:
+        """Number of the generation that this process works in; 0 before the first and in a world of one."""
+        generation = self._formation.generation if self._formation is not None else None
+        return 0 if generation is None else generation.number
+
+    @property
     def group(self) -> Group | None:
         """The ranks of this generation that take steps, connected; None in a world of one."""
         return self._formation.working if self._formation is not None else None
@@ -267,6 +274,8 @@ class Borders:
     def control_word(self, step: Step) -> list[float]:
         """What this rank adds to the step's control word: what it was told that the next border is to settle, and where it stands."""
         place, settings = self._held.place(step.source), self._held.registered.settings_digest()
+        if step.of:
+            place = place._replace(dealing=xxhash.xxh3_64_intdigest(f"{place.dealing} {step.of}".encode()))
         if self._formation is None:
             return step.control_word(border_wanted=False, stop_told=False, leaving=False, settings=settings, place=place)
         membership = self._formation.membership

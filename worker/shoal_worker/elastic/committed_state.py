@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import xxhash
-from shoal_common.errors import ConfigurationError, PreconditionError
+from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
 
 from shoal_worker.elastic.loader_interface import StepSource
 from shoal_worker.elastic.operations import Operations
@@ -45,6 +45,8 @@ class HeldState:
         """None: it has no name yet, so it counts for nothing."""
         self.run = ""
         """The run that the state is of: kept through joins and checkpoints. Empty: training has not begun, or a checkpoint does not say."""
+        self.samples = 0
+        """Samples of the run's committed steps, over all ranks; where ranks take steps of their own, this rank's. Part of the state."""
         self.interrupted: Interrupted | None = None
         """See `Standing`. Until the next group is formed."""
         self.step: Step | None = None
@@ -85,7 +87,8 @@ class HeldState:
         """Takes model and optimizer. Raises PreconditionError when there are others already."""
         if self._engine is not None:
             raise PreconditionError(
-                "as_distributed was called a second time; a process trains one model and optimizer: put several modules into one nn.Module"
+                "as_distributed was called a second time; a process calls it once: several models with an optimizer each go in together, "
+                "as as_distributed((one, other), (its_optimizer, the_others)), and modules with one optimizer go into one nn.Module"
             )
         self._engine = engine
 
@@ -122,6 +125,7 @@ class HeldState:
         """`step` was applied: the state has its name now."""
         self.name = StateName(step.placement.generation, self.steps + 1)
         self.step, self.control = None, step.control or self.control
+        self.samples += step.source.step_samples if step.source is not None else 0
         self.outcomes += 1
 
     def lost(self) -> None:
@@ -171,6 +175,17 @@ class HeldState:
         others = {other.name: other.next_epoch for other in self.sources if other is not source}
         self._loops[source.name] = {"epoch": epoch, "others": others}
 
+    def steps_in_all(self, source: StepSource, epochs: int, *, known: int) -> int:
+        """How many steps the run will have had after so many epochs of `source`, whose loop opens an epoch; 0: not known, since other
+        loaders take steps as well, or it is a stream. `known`: what was said last. Where each rank takes steps of its own it stays, since
+        it is of all ranks."""
+        if len(self._sources) != 1:
+            return 0
+        until = source.steps_until(epochs)
+        if until is None:
+            return 0
+        return known or until if self.engine.asynchronous else self.steps + until
+
     def arrived(self, at: StepSource | None) -> None:
         """A joiner's script has come to its peers' place, a step of `at`: what it passed over of other loaders is counted as theirs."""
         for source in self.sources:
@@ -195,6 +210,7 @@ class HeldState:
             # One that was loaded, and that this script has not entered yet, is as it was loaded: peers are to enter it as this script will.
             "loops": {name: self._loops_to_enter.get(name, loop | {"inside": inside}) for name, loop in self._loops.items()},
             "steps": self.steps,
+            "samples": self.samples,
             "run": self.run,
         }
 
@@ -213,13 +229,24 @@ class HeldState:
             if source.name in waiting:
                 undo.callback(source.load_state_dict, source.state_dict())
                 source.load_state_dict(waiting.pop(source.name))
+        self._check_models(captured["replica"])
         self.engine.restore(captured["replica"])
         self.registered.restored()
         self._kept = None
         self.phase.replace()
         self.compared, self.run = captured["steps"], captured.get("run", "")
+        self.samples = captured.get("samples", 0)  # checkpoints of earlier releases do not say
         self._waiting = waiting
         self._loops, self._loops_to_enter = dict(captured["loops"]), dict(captured["loops"])
+
+    def _check_models(self, replica: Mapping[str, Any]) -> None:
+        found, here = len(replica.get("models", [replica])), self.engine.models
+        if found != here:
+            raise CorruptDataError(
+                f"the state is of {found} {'model' if found == 1 else 'models'}, and as_distributed was given {here}: give it the same "
+                "models as in the run that saved it",
+                reason="MODEL_DIFFERS",
+            )
 
     def keep(self, replica: Mapping[str, Any]) -> None:
         """Copies the committed state, to go back to when a step is void, until `release`. `replica`: as this rank alone has it."""

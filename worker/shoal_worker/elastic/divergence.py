@@ -4,7 +4,7 @@ A step's control word says only that they did (`step.py`); then all ranks know i
 training thread.
 
 Replicas drift apart without a word when memory or arithmetic fails on one machine, or when a script changes parameters on one rank alone.
-So now and then ranks compare digests of what several of them hold in common (`TrainingEngine.in_common`, `disagreement`).
+So now and then ranks compare digests of what several of them hold in common (`replicas_compared.py`; `disagreement`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shoal_common.errors import MembershipChanged, PreconditionError
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.loader_interface import StepSource
 from shoal_worker.elastic.step import ScriptPosition
-from shoal_worker.state.digest import DRAWN, SAMPLES
+from shoal_worker.state.digest import DRAWN, SAMPLES, STREAMED
 
 REASON: Final = "RANKS_DIVERGED"
 COUNTING: Final = (
@@ -31,14 +31,17 @@ COUNTING: Final = (
 _REMEDIES: Final = {
     DRAWN: "a sampler draws the same on every rank if its random numbers come from a generator that it holds as an "
     "attribute, or from the global ones of torch, NumPy or Python, and if it does not look at the rank",
+    STREAMED: "a stream must give all ranks the same items in the same order, whole: Shoal deals them. Do not split it by rank or worker "
+    "(split_dataset_by_node, split_by_node), and seed its shuffling by set_epoch(epoch)",
     SAMPLES: "every rank makes its dataset itself, so give random_split and whatever else draws samples a "
     "generator with the same seed on every rank, and sort what a directory lists",
 }
 
 
-def steps_apart(place: ScriptPosition, source: StepSource | None, group: Group | None) -> PreconditionError:
-    """The error for ranks whose control words did not agree. All ranks of `group` call it, each with its own place and source."""
-    told = {"place": place[:-1], "dealing": json.loads(source.dealing) if source is not None else {}}
+def steps_apart(place: ScriptPosition, source: StepSource | None, group: Group | None, of: str = "") -> PreconditionError:
+    """The error for ranks whose control words did not agree. All ranks of `group` call it, each with its own place and source, and with
+    `Step.of`."""
+    told = {"place": place[:-1], "dealing": json.loads(source.dealing) if source is not None else {}, "of": of}
     try:
         everyones = [json.loads(each) for each in group.exchange(json.dumps(told).encode())] if group is not None else [told]
     except MembershipChanged:  # a peer has told its error and gone
@@ -106,6 +109,9 @@ def _difference(everyones: Sequence[dict[str, Any]]) -> str:
     if len(set(places)) > 1:
         different = _compare([_describe(place) for place in places])
         return f"{different}; every rank must iterate over the same loaders in the same order. {COUNTING}"
+    if len({each["of"] for each in everyones}) > 1:
+        different = _compare([f"stepped the optimizer of {each['of']}" for each in everyones])
+        return f"{different}; for a batch the optimizers of several models must step in one order on all ranks, or be left out on all"
     return f"they deal {_describe(places[0])} differently {_differences([each['dealing'] for each in everyones])}"
 
 

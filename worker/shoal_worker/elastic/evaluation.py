@@ -10,9 +10,10 @@ committed steps of the run: a count of the script's own starts from zero in a pr
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -124,16 +125,16 @@ Sums = dict[str, float]
 
 
 class Batches(Protocol):
-    """Batches by number."""
+    """Batches by number. Without `__len__` they are a stream's: how many there are is known at its end, and `ended` says of all that
+    was read what has to be the same on all ranks, as a JSON object."""
 
     @property
     def dealing(self) -> str:
         """What the batches follow from, as a JSON object: the same on all ranks."""
         ...
 
-    def __len__(self) -> int: ...
     def read(self, numbers: Iterable[int]) -> Iterator[tuple[int, Any]]:
-        """The batches of these numbers, ascending."""
+        """The batches of these numbers, ascending, as far as there are such."""
         ...
 
 
@@ -178,8 +179,11 @@ def evaluate(session: Session, model: nn.Module, batches: Batches, fn: Callable[
     """
     results: dict[int, Sums] = {}
 
-    def compute(numbers: Iterable[int]) -> None:
-        for number, batch in batches.read(numbers):
+    def numbers() -> Iterable[int]:
+        return range(len(batches)) if isinstance(batches, Sized) else itertools.count()
+
+    def compute(wanted: Iterable[int]) -> None:
+        for number, batch in batches.read(wanted):
             results[number] = _sums(fn(model, batch))
             session.progress.entered()
 
@@ -189,17 +193,22 @@ def evaluate(session: Session, model: nn.Module, batches: Batches, fn: Callable[
         if len(set(dealings)) > 1:
             raise evaluations_apart(dealings)
         held = {n for _, numbers in everyones_own for n in numbers}
-        missing = [n for n in range(len(batches)) if n not in held]
+        missing = (n for n in numbers() if n not in held)
         with session.whole_for(channel):
-            compute(missing[channel.rank :: channel.world_size])
+            compute(itertools.islice(missing, channel.rank, None, channel.world_size))
         everyones: dict[int, Sums] = {}
-        for told in channel.exchange(json.dumps(list(results.items())).encode()):
-            everyones.update((number, sums) for number, sums in json.loads(told))
+        computed = json.dumps([list(results.items()), getattr(batches, "ended", "{}")]).encode()
+        told = [json.loads(each) for each in channel.exchange(computed)]
+        ends = [ended for _, ended in told]
+        if len(set(ends)) > 1:
+            raise evaluations_apart(ends)
+        for own, _ in told:
+            everyones.update((number, sums) for number, sums in own)
         return _total(everyones[n] for n in sorted(everyones))
 
     with evaluating(model), torch.no_grad():
         if session.is_joining:
-            compute(range(min(1, len(batches))))
+            compute(itertools.islice(numbers(), 1))
             return _total(results.values())
         total: Sums = session.operation("evaluate", body)
         return total

@@ -173,12 +173,20 @@ class Group:
             return self
         if self.rank not in members:
             return None
-        generation = self.generation.part(members)
         if len(members) == 1:
-            return self._adopt(Group(generation, None, None, parent=self))
+            return self._adopt(Group(self.generation.part(members), None, None, parent=self))
+        return self._connect_part(members, name)
+
+    def connected_again(self, name: str) -> Group:
+        """Connects all ranks a second time, for collectives whose order among the group's others differs by rank. Raises as `subgroup`."""
+        self._check()
+        return self._connect_part(list(range(self.world_size)), name)
+
+    def _connect_part(self, members: list[int], name: str) -> Group:
         if self._opening is None:
             raise ConfigurationError(f"subgroup({members}): this group cannot be divided further; divide the generation's own")
         store, backend = self._opening.store(name), self._opening.make_backend()
+        generation = self.generation.part(members)
         part = self._adopt(Group(generation, backend, store, parent=self))
         try:
             self._opening.initialize(backend, generation, store, members)

@@ -23,6 +23,9 @@ class StepStatus(enum.Enum):
     LOST = "lost"
     """A fault made the step void: no rank applied it, and the loader hands out the same samples again, dealt anew."""
 
+    PENDING = "pending"
+    """One of several models is updated; whether the step counts is known with the last of their optimizers, or with the next batch."""
+
     def __bool__(self) -> bool:
         return self is StepStatus.COMMITTED
 
@@ -81,8 +84,8 @@ class LoaderSession(Protocol):
         Raises `StopTraining`."""
         ...
 
-    def epoch_opens(self, source: StepSource, epoch: int) -> None:
-        """Called when `epochs()` is about to give out `epoch`."""
+    def epoch_opens(self, source: StepSource, epoch: int, *, epochs: int) -> None:
+        """Called when `epochs()` is about to give out `epoch`, of the `epochs` that its loop ends with."""
         ...
 
     def is_elsewhere(self, source: StepSource, epoch: int) -> bool:
@@ -92,6 +95,15 @@ class LoaderSession(Protocol):
 
     def assign(self, share: Share) -> None:
         """Tells the share of this rank in the step that began."""
+        ...
+
+    def sum_numbers(self, values: Sequence[float]) -> list[float] | None:
+        """Sums over all ranks what each gives, number by number, in float64. Called on all ranks alike in a step that began, before
+        `assign`. None: a rank failed, and the step is void; its batches are handed out all the same, so that all scripts see it lost.
+
+        Raises:
+            ConfigurationError: under this strategy steps are each rank's own.
+        """
         ...
 
     def begin_micro_batch(self, *, index: int, weight: float, key: Sequence[int], weigh: WeighRows | None) -> None:
@@ -107,6 +119,10 @@ class LoaderSession(Protocol):
     def finish_batches(self) -> None:
         """Called once per step with micro-batches, when the inner loop has come to its end, also if this rank had none: the gradients of
         all ranks are reduced here, so that they are whole between the inner loop and `optimizer.step()`."""
+        ...
+
+    def batch_passed(self, source: StepSource) -> None:
+        """Called when the loop asks for what follows a step. With several models, of which some were not updated in it, that ends it."""
         ...
 
     def loop_left(self, source: StepSource) -> None:
@@ -135,6 +151,10 @@ class LoaderSession(Protocol):
     ) -> Leases:
         """Leases batches first come first served (async_sgd), from the coordinator or local in a world of one. `want` 0: the loop is left,
         and all that is leased goes back but `at_hand`, which `optimizer.step()` may still finish (see `Leases.took_back_at_hand`)."""
+        ...
+
+    def wait_for_others(self, what: str | None) -> None:
+        """From here on, until it is called with None, this rank waits for the others' part of `what`: who hangs meanwhile is put out."""
         ...
 
 
@@ -190,6 +210,16 @@ class StepSource(Protocol):
     @property
     def is_over(self) -> bool:
         """The cursor is behind the last step of the loop that has asked for the border: none follows it."""
+        ...
+
+    @property
+    def step_samples(self) -> int:
+        """Samples of the step handed out last, over all ranks; of a leased batch those that this rank has got."""
+        ...
+
+    def steps_until(self, epoch: int) -> int | None:
+        """Steps from the cursor to the head of `epoch`, if no loop is left early; over all ranks where they are leased. None: nobody knows,
+        of a stream."""
         ...
 
     def count_from(self, epoch: int | None) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shoal_common.processes import children_cpu_s
+from shoal_common.tally import Counts, TallyWriter
 
 from shoal_worker.backends.base import Waits
 from shoal_worker.elastic.told_loss import ToldLoss
@@ -89,6 +90,15 @@ class ProgressMeter:
         """Notes when this rank waits for its peers."""
         self.epoch = 0
         """The epoch of the loader in use; set by the session's owner."""
+        self.steps_in_all = 0
+        """How many steps the run will have had at its end, over all ranks; 0: not known. Set by the session's owner."""
+        self.tally_writer: TallyWriter | None = None
+        """Where the launcher reads this worker's commits; None: it has asked for none. Set by the session's owner."""
+        self._before: tuple[int, int] | None = None
+        """Steps and samples of the run before this process's first commit."""
+        self._losses = (0, 0, 0.0)
+        """Ordinal of the newest loss in the tally, how many finite ones that has, and their sum."""
+        self._commits = 0
         self.lost_steps = 0
         """Steps that a fault made void here."""
         self._followers: list[tuple[Callable[[], None], Callable[[int], None]]] = []
@@ -146,6 +156,37 @@ class ProgressMeter:
             committed(steps)
         if loss is not None:
             self.loss.tell(loss)
+
+    def tally(self, steps: int, samples: int, step_samples: int, *, generation: int, asynchronous: bool) -> None:
+        """Writes the step that was committed last where the launcher reads it. `samples` are those of the run, `step_samples` of them this
+        step's; `generation` is the one that the rank works in now."""
+        writer = self.tally_writer
+        if writer is None:
+            return
+        if self._before is None:
+            self._before = steps - 1, samples - step_samples
+        self._commits += 1
+        (told, loss), (last, losses, loss_sum) = self.loss.newest, self._losses
+        if told != last and math.isfinite(loss):
+            losses, loss_sum = losses + 1, loss_sum + loss
+        self._losses = told, losses, loss_sum
+        writer.committed(
+            Counts(
+                commits=self._commits,
+                samples=samples,
+                samples_before=self._before[1],
+                steps_before=self._before[0],
+                steps_in_all=self.steps_in_all,
+                epoch=self.epoch,
+                lost_steps=self.lost_steps,
+                losses=losses,
+                loss_sum=loss_sum,
+                loss=loss,
+                asynchronous=asynchronous,
+            ),
+            generation=generation,
+            steps=steps,
+        )
 
     def snapshot(self) -> Progress:
         """Returns how far this worker is now. While no step ends, the rate falls and the time of a step grows."""

@@ -1,4 +1,4 @@
-"""State that the user registered: sent to joiners and saved in checkpoints. Schedulers of the run's optimizer, gradient scalers and
+"""State that the user registered: sent to joiners and saved in checkpoints. Schedulers of the run's optimizers, gradient scalers and
 averaged models are registered by themselves.
 
 They advance by a call that the user's loop makes, mostly after `optimizer.step()`. It must do nothing when the step was lost, and when the
@@ -121,6 +121,8 @@ class RegisteredState:
         """A step has begun whose outcome is not known."""
         self._early: dict[str, _Before] = {}
         """What objects were that advanced in it."""
+        self._advanced: tuple[dict[str, dict[str, Any]], list[dict[str, Any]], dict[str, int], float | None] | None = None
+        """What they have become, by name, the optimizers' settings then, the advances and the scale: while that is withdrawn."""
         self._advances: dict[str, int] = {}
         """How often each object has advanced in the run."""
         self._passing = False
@@ -130,35 +132,40 @@ class RegisteredState:
         self._loaded: dict[str, int] = {}
         """How often each had advanced in that state."""
         self._loaded_settings: list[dict[str, Any]] | None = None
-        """The optimizer's settings in it, until a step begins: a scheduler that is made for a state that waits for it changes them."""
-        self._optimizer: torch.optim.Optimizer | None = None
+        """The optimizers' settings in it, until a step begins: a scheduler that is made for a state that waits for it changes them."""
+        self._optimizers: list[torch.optim.Optimizer] = []
+        """The run's, as the user made them: one for each of its models."""
         self._found: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         """What registered itself, as long as the script holds it."""
         self._undecided: list[Made] = []
-        """Made before the optimizer was known."""
+        """Made before an optimizer was known."""
         self.applying = False
-        """The run's optimizer is at its step: others that step now are parts of it."""
+        """One of the run's optimizers is at its step: others that step now are parts of it."""
         self._model: dict[int, weakref.ref[torch.Tensor]] = {}
-        """The model's parameters, as the user made them, by id."""
+        """The models' parameters, as the user made them, by id."""
         self._groups: list[list[int]] = []
-        """The numbers of the model's parameters in each of the optimizer's groups, as the user made it."""
+        """The numbers of the models' parameters in each of the optimizers' groups, as the user made them."""
         self._parameters = ""
         """A digest of that, and of which parameters are trained."""
         self._last_scale: float | None = None
         """What a GradScaler, known here or not, multiplied the loss of the last step with."""
+        self._scale_before: float | None = None
+        """That of the step before the one in progress."""
         self._digest = 0
         self._digested: list[Any] = []
         """The values that `_digest` is of, names and numbers one after the other; empty: it is to be made anew."""
 
     def advance_with(self, optimizer: torch.optim.Optimizer) -> None:
-        """`optimizer` is the run's, as the user made it: its schedulers are registered by themselves."""
-        self._optimizer = optimizer
+        """`optimizer` is one of the run's, as the user made it: its schedulers are registered by themselves."""
+        if all(known is not optimizer for known in self._optimizers):
+            self._optimizers.append(optimizer)
 
-    def made_from(self, parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer | None) -> None:
-        """`optimizer`, as the user made it, is of these parameters of the model."""
+    def made_from(self, parameters: Iterable[torch.Tensor], *optimizers: torch.optim.Optimizer | None) -> None:
+        """`optimizers`, as the user made them, are of these parameters of the models."""
+        self._optimizers = []
         known = list(parameters)
         numbers = {id(parameter): number for number, parameter in enumerate(known)}
-        groups = optimizer.param_groups if optimizer is not None else []
+        groups = [group for optimizer in optimizers if optimizer is not None for group in optimizer.param_groups]
         self._model = {id(parameter): weakref.ref(parameter) for parameter in known}
         self._groups = [[numbers.get(id(parameter), -1) for parameter in group["params"]] for group in groups]
         self.note_trained([parameter.requires_grad for parameter in known])
@@ -168,18 +175,18 @@ class RegisteredState:
         self._model = {}
 
     def check_groups(self) -> None:
-        """Raises ConfigurationError if the run's optimizer has got groups that no strategy knows of."""
-        groups = len(self._optimizer.param_groups) if self._optimizer is not None else 0
+        """Raises ConfigurationError if the run's optimizers have got groups that no strategy knows of."""
+        groups = len(self._param_groups)
         if self._groups and groups > len(self._groups):
             raise ConfigurationError(
-                f"the optimizer that was given to as_distributed has {groups} parameter groups, and had {len(self._groups)}: gradients of "
-                "parameters that are added later are not summed over the ranks. Give it all parameters before, and freeze those that come "
-                "later with requires_grad_(False)"
+                f"the optimizers given to as_distributed have {groups} parameter groups, and had {len(self._groups)}: gradients of "
+                "parameters that are added later are not summed over the ranks. Give them all parameters before, and freeze those that "
+                "come later with requires_grad_(False)"
             )
 
     def check_alone(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises ConfigurationError if `optimizer`, which is about to step, is another than the run's and changes the model."""
-        if self._optimizer is None or self.applying or getattr(optimizer, "optimizer", optimizer) is self._optimizer:
+        """Raises ConfigurationError if `optimizer`, which is about to step, is none of the run's and changes a model of it."""
+        if not self._optimizers or self.applying or self._is_own(optimizer):
             return
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             known = self._model.get(id(parameter))
@@ -195,14 +202,22 @@ class RegisteredState:
         self._parameters = f"{xxhash.xxh3_64_intdigest(repr((self._groups, list(trained))).encode()):016x}"
 
     @property
+    def _param_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    def _is_own(self, optimizer: Any) -> bool:
+        """Whether it is one of the run's, or what the user holds of one."""
+        own = getattr(optimizer, "optimizer", optimizer)
+        return any(known is own for known in self._optimizers)
+
+    @property
     def settings(self) -> list[dict[str, Any]]:
-        """Hyper-parameters of the run's optimizer, group by group, the scale of its last loss, and a digest of which parameters are in
+        """Hyper-parameters of the run's optimizers, group by group, the scale of its last loss, and a digest of which parameters are in
         which group and which are trained: the same on all ranks. Plain values alone: of others nothing says that they look alike on two
         ranks."""
-        groups = self._optimizer.param_groups if self._optimizer is not None else []
         plain = [
             {name: plain for name, value in group.items() if name not in _NO_SETTINGS and (plain := _plain(value)) is not None}
-            for group in groups
+            for group in self._param_groups
         ]
         return [*plain, {"loss scale": self._last_scale, "parameters": self._parameters}]
 
@@ -211,7 +226,7 @@ class RegisteredState:
         if one may change in place."""
         now: list[Any] = [self._last_scale, self._parameters]
         kinds = set[type]()
-        for group in self._optimizer.param_groups if self._optimizer is not None else []:
+        for group in self._param_groups:
             for name, value in group.items():
                 if name not in _NO_SETTINGS:
                     now += (name, value)
@@ -282,11 +297,13 @@ class RegisteredState:
             if name in states:
                 value.load_state_dict(states.pop(name))
         self._pending, self._last_scale = states, captured.get("scale")
+        self._scale_before = self._last_scale
         self._loaded = dict(captured.get("advances", {}))
         self._advances, self._passed, self._early = dict(self._loaded), {}, {}
+        self._advanced = None
 
     def restored(self) -> None:
-        """The optimizer has the state that belongs to what was restored last."""
+        """The optimizers have the state that belongs to what was restored last."""
         self._loaded_settings = self._copied_settings()
 
     def restoring(self) -> Callable[[], None]:
@@ -311,7 +328,8 @@ class RegisteredState:
     def step_begins(self) -> None:
         """The next step begins: advances count again."""
         self._void = False
-        self._open, self._early = True, {}
+        self._open, self._early, self._advanced = True, {}, None
+        self._scale_before = self._last_scale
         self.find_new()
         self._loaded_settings = None
 
@@ -330,11 +348,11 @@ class RegisteredState:
     def find_new(self) -> None:
         """Registers what the script has made of its own accord and what belongs to the run."""
         made = newly_made()
-        if not made and (not self._undecided or self._optimizer is None):
+        if not made and (not self._undecided or not self._optimizers):
             return
         candidates, self._undecided = [*self._undecided, *made], []
         for name, one in candidates:
-            if self._optimizer is None:
+            if not self._optimizers:
                 self._undecided.append(Made(name, one))
             elif self._belongs(one) and all(known is not one for known in self._objects.values()):
                 try:
@@ -346,25 +364,51 @@ class RegisteredState:
         if not isinstance(one, LRScheduler):
             return True
         optimizer = getattr(one, "optimizer", None)
-        return optimizer is not None and getattr(optimizer, "optimizer", optimizer) is self._optimizer
+        return optimizer is not None and self._is_own(optimizer)
 
     def step_void(self) -> None:
         """The step was lost: its advances must not count."""
         self.find_new()
-        self._void, self._open = True, False
+        self._void = True
+        self.step_undone()
+
+    def step_undone(self) -> None:
+        """What has advanced in the step in progress has not; what the script asks for from here on counts."""
+        self.find_new()
+        if self._open:
+            self._last_scale = self._scale_before
+        self._put_back_early()
+        self._open, self._early, self._advanced = False, {}, None
+
+    def withdraw(self) -> None:
+        """Puts objects that have advanced in the step in progress back to what they were before it, while nobody knows whether it counts:
+        their state may be given to peers. `reinstate` or `step_void` follows."""
+        if self._advanced is None:
+            after = {name: copy.deepcopy(before.value.state_dict()) for name, before in self._early.items()}
+            self._advanced = after, self._copied_settings(), dict(self._advances), self._last_scale
+            self._put_back_early()
+            self._last_scale = self._scale_before
+
+    def reinstate(self) -> None:
+        """The step counts: what has advanced in it has."""
+        if self._advanced is not None:
+            after, settings, self._advances, self._last_scale = self._advanced
+            self._advanced = None
+            for name, state in after.items():
+                self._early[name].value.load_state_dict(state)
+            self._put_settings(settings)
+
+    def _put_back_early(self) -> None:
         for name, before in reversed(self._early.items()):
             before.value.load_state_dict(before.state)
             self._put_settings(before.settings)
             self._advances[name] = before.advances
-        self._early = {}
 
     def _copied_settings(self) -> list[dict[str, Any]]:
-        groups = self._optimizer.param_groups if self._optimizer is not None else []
-        return [{name: copy.deepcopy(value) for name, value in group.items() if name not in _NO_SETTINGS} for group in groups]
+        return [{name: copy.deepcopy(value) for name, value in group.items() if name not in _NO_SETTINGS} for group in self._param_groups]
 
     def _put_settings(self, settings: list[dict[str, Any]]) -> None:
-        groups = self._optimizer.param_groups if self._optimizer is not None else []
-        for group, own in zip(groups, settings, strict=False):
+        for group, own in zip(self._param_groups, settings, strict=False):
             group.update(copy.deepcopy(own))
 
     def _counts(self, name: str, value: Any) -> bool:
@@ -389,7 +433,8 @@ class RegisteredState:
                 return getattr(kind, method)(own, *args, **kwargs)
             if not self._counts(name, value):
                 if method == "update":
-                    value._per_optimizer_states.clear()  # as its update() ends, or the next step would count as the second
+                    # As its update() ends, or the next step would count as the second. One that is not enabled has none.
+                    getattr(value, "_per_optimizer_states", {}).clear()
                 return None
             return advance(*args, **kwargs)  # bound before the class changed
 

@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import logging
 import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any
 
 import torch
 from shoal_common.errors import PreconditionError, ShoalError
@@ -34,6 +33,7 @@ from shoal_worker.elastic.committed_state import HeldState
 from shoal_worker.elastic.formation import GROUP_LOST, Formation
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Channel, Group, LocalChannel
+from shoal_worker.elastic.last_step import await_last_step
 from shoal_worker.elastic.loader_interface import StateLostError, StepStatus, StopTraining
 from shoal_worker.elastic.member import LeaveReason, Member
 from shoal_worker.elastic.operations import Body, GroupChannel, Operations
@@ -52,10 +52,6 @@ from shoal_worker.settings import WorkerSettings
 from shoal_worker.state.tree import StatePart
 
 _log = logging.getLogger(__name__)
-
-_LAST_STEP_PATIENCE: Final = timedelta(seconds=30)
-_LOOK: Final = timedelta(seconds=0.05)
-"""How often a rank that leaves looks whether its peers have committed the last step. They tell the coordinator with each heartbeat."""
 
 
 class Session:
@@ -333,7 +329,7 @@ class Session:
         formation = self._formation
         if formation is None or self._held.phase.replaying or self.has_left or self._held.engine.asynchronous:
             return body(LocalChannel())
-        while self.lifecycle.goes_back or not self.is_redoing:
+        while self.lifecycle.returning.under_way or not self.is_redoing:
             if self._held.engine.idle:
                 if answers:
                     # What it would answer is not the run's.
@@ -356,7 +352,7 @@ class Session:
                 self._departure.obey(stop)
                 return body(LocalChannel())
             except StateLostError as lost:
-                self.lifecycle.go_back(lost)
+                self.lifecycle.returning.go_back(lost)
             else:
                 self._held.operations.keep(result)
                 failpoint("session.after_operation")
@@ -368,11 +364,13 @@ class Session:
         """Raises PreconditionError in the middle of a step: a fault in the operation would have to redo it, and the step's gradients could
         not be kept."""
         step = self._held.step
-        own_loop = step is not None and step.source is None and step.phase is StepPhase.OPEN  # its step begins with any forward pass
+        # The step of a user's own loop begins with any forward pass.
+        own_loop = step is not None and step.source is None and step.phase is StepPhase.OPEN and not self._held.engine.partly_updated
         if step is not None and step.handed_out and not step.left and not own_loop and not self._held.engine.asynchronous:
             raise PreconditionError(
                 f"{kind} was called inside a step: call it after optimizer.step(), before the next batch", reason="STEP_NOT_FINISHED"
             )
+        self.lifecycle.drop_partly_updated()  # in a loop that was left
 
     def _confirm(self, kind: str) -> None:
         self.operation(kind, lambda channel: channel.exchange(b"") and None, answers=False)
@@ -398,6 +396,11 @@ class Session:
     def run(self) -> str:
         """What the run is known by in checkpoints: like no other that began from nothing."""
         return self._held.run
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Its workers begin and end at any time, and take steps of their own."""
+        return self._held.has_engine and self._held.engine.asynchronous
 
     @property
     def member_id(self) -> str:
@@ -435,7 +438,7 @@ class Session:
     def go_back_by(self, load: Callable[[], str | None]) -> None:
         """`load` puts the newest checkpoint in the place of the state, with all ranks; it returns why it cannot, or None. Called in a step,
         when the ranks that are left hold but a part of the state."""
-        self.lifecycle.load_checkpoint = load
+        self.lifecycle.returning.load = load
 
     def cannot_return(self, captured: Mapping[str, Any]) -> str | None:
         """Why this process's script cannot go on from a checkpoint's state; None: it can."""
@@ -454,6 +457,8 @@ class Session:
 
     def close(self, *, failed: str | None = None) -> None:
         """Leaves the job: finished, or failed with a reason. What is called afterwards finds a world of one."""
+        if failed is None:
+            self.lifecycle.drop_partly_updated()
         if self._membership is not None:
             if self._held.phase.now is Phase.ARRIVING and failed is None:
                 # It has a rank, and its peers wait for it. Were it told as the script's good end, the run would be over for all.
@@ -485,23 +490,8 @@ class Session:
             if held.engine.in_parts and (self._departure.stopped is None or formation.healthy):
                 self._confirm("end of the run")
             elif held.operations.finished == 0:  # else all have ended the last step, or could not have taken part
-                self._await_last_step(formation)
+                await_last_step(formation, held)
         except (ShoalError, StopTraining) as error:  # what was to be kept together is not needed any more
             if isinstance(error, ShoalError) and error.reason == "RANKS_DIVERGED":
                 self.missed = str(error)
             _log.info("the ranks did not end together: %s", error)
-
-    def _await_last_step(self, formation: Formation) -> None:
-        """Returns when all peers have committed the last step. One that is in doubt of it asks in the next generation, which this rank
-        forms with it. Not while the coordinator is away for longer than _LAST_STEP_PATIENCE."""
-        give_up_at = time.monotonic() + _LAST_STEP_PATIENCE.total_seconds()
-        while not formation.must_move and not formation.peers_have(self._held.steps):
-            formation.settle()
-            if time.monotonic() > give_up_at:
-                _log.warning(
-                    "leaving, although not all peers are known to have committed step %d after %.0f s",
-                    self._held.steps,
-                    _LAST_STEP_PATIENCE.total_seconds(),
-                )
-                return
-            time.sleep(_LOOK.total_seconds())

@@ -100,6 +100,8 @@ class Step:
     placement: Placement
     source: StepSource | None
     """Whose samples it takes; None: the user's own loop, without a loader of Shoal's."""
+    of: str = ""
+    """Says whose step it is where there are several models, or which of them it has updated: alike on all ranks. Empty: there is one."""
     share: Share | None = None
     handed_out: bool = False
     left: bool = False

@@ -14,18 +14,17 @@ callback writes into the step.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-from shoal_common.errors import MembershipChanged, PreconditionError
+from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
 from shoal_common.failpoints import failpoint
 
 from shoal_worker.elastic.borders import ALONE, Borders, Departure
 from shoal_worker.elastic.committed_state import HeldState
-from shoal_worker.elastic.divergence import disagreement, ends_apart, settings_apart, steps_apart
+from shoal_worker.elastic.divergence import ends_apart, settings_apart, steps_apart
 from shoal_worker.elastic.formation import Formation
 from shoal_worker.elastic.loader_interface import (
     Leases,
@@ -40,7 +39,9 @@ from shoal_worker.elastic.loader_interface import (
 )
 from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.progress import ProgressMeter
-from shoal_worker.elastic.step import Step
+from shoal_worker.elastic.replicas_compared import compare_replicas
+from shoal_worker.elastic.return_to_checkpoint import ReturnToCheckpoint
+from shoal_worker.elastic.step import Step, StepPhase
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.randomness import seed_generators
 
@@ -62,12 +63,9 @@ class StepLifecycle:
         drain_grace: timedelta = timedelta(0),
     ) -> None:
         """`formation`: None in a world of one. `operation(kind)` returns when all ranks have called it. `drain_grace`: see `Borders`."""
-        self.load_checkpoint: Callable[[], str | None] | None = None
-        """Puts the newest checkpoint in the place of a lost state, with all ranks. Returns why it cannot; None: it has."""
-        self.goes_back = False
-        """The ranks are taking a checkpoint's state in the place of a lost one."""
         self._held = held
         self._borders = Borders(held, formation, drain_grace=drain_grace)
+        self.returning = ReturnToCheckpoint(held, self._borders)
         self._departure = departure
         self._stop: StopTraining | None = None
         """Came while the survivors asked each other about the step in progress."""
@@ -95,12 +93,19 @@ class StepLifecycle:
         step = self.current
         if step is not None and (step.left or (step.source is None and source is not None)):
             # A batch that was only looked at, or a forward pass before the loop (a dry run, a summary): nobody means to finish it.
+            if not step.left and self._held.engine.partly_updated:
+                raise PreconditionError(
+                    "an optimizer has stepped that had stepped for the last batch, or before the loop: with several models each of their "
+                    "optimizers steps at most once for a batch; take a batch for each of its steps",
+                    reason="STEP_NOT_FINISHED",
+                )
             self._held.engine.discard_step()
             step = self._held.step = None
         if step is not None and step.handed_out:
             raise PreconditionError(
-                "the next batch was asked for, but optimizer.step() was not called for the last one; call it once per iteration, or make "
-                "the loader with train=False if it is only read",
+                "the next batch was asked for, but optimizer.step() was not called for the last one; call it once per iteration, which is "
+                "one step over all ranks. To accumulate gradients over several backward passes, give the loader micro_batch_size= and "
+                "loop over loader.steps(); where batches are only read, make the loader with train=False",
                 reason="STEP_NOT_FINISHED",
             )
         if step is not None and step.source is source and self._borders.settled(step.placement):
@@ -144,9 +149,10 @@ class StepLifecycle:
             self.begin_step(source)
         return self._held.enter_epochs(source)
 
-    def epoch_opens(self, source: StepSource, epoch: int) -> None:
+    def epoch_opens(self, source: StepSource, epoch: int, *, epochs: int) -> None:
         """See `LoaderSession`."""
         self._held.epoch_opens(source, epoch)
+        self._progress.steps_in_all = self._held.steps_in_all(source, epochs, known=self._progress.steps_in_all)
 
     def is_elsewhere(self, source: StepSource, epoch: int) -> bool:
         """See `LoaderSession`."""
@@ -156,7 +162,8 @@ class StepLifecycle:
         """See `LoaderSession`."""
         step = self.require()
         if share.total_weight is None and share.micro_batches is None and not self._held.engine.steps_alone:
-            share = dataclasses.replace(share, total_weight=self._sum_weights(share.weight))
+            summed = self.sum_numbers([share.weight])
+            share = dataclasses.replace(share, total_weight=summed[0] if summed is not None else max(share.weight, 1.0))
         step.share = share
         step.handed_out = True
         self._held.registered.step_taken()
@@ -164,6 +171,24 @@ class StepLifecycle:
             step.first_live = True
             self._held.phase.arrive()
             self._held.arrived(step.source)
+
+    def sum_numbers(self, values: Sequence[float]) -> list[float] | None:
+        """See `LoaderSession`."""
+        if self._held.engine.steps_alone:
+            raise ConfigurationError(
+                "a ShardedStream is dealt by what all ranks tell each other in every step, and under this strategy each rank takes steps "
+                "of its own: use another strategy, or a stream that every rank reads (an IterableDataset)"
+            )
+        if self.require().lost is not None:
+            return None
+        group = self._borders.group
+        if group is None or group.world_size == 1:
+            return [*values]
+        try:
+            return group.sum_numbers(values)
+        except MembershipChanged as error:
+            self.mark_lost(error)
+            return None
 
     def begin_micro_batch(self, *, index: int, weight: float, key: Sequence[int], weigh: WeighRows | None) -> None:
         """See `LoaderSession`."""
@@ -199,6 +224,20 @@ class StepLifecycle:
             if step.first_live and not step.left:
                 self._held.phase.fall_behind()
             step.left = True
+            self.drop_partly_updated()
+
+    def drop_partly_updated(self) -> None:
+        """Nobody will finish the step in progress: what several models have been updated by in it is put back."""
+        if self.current is not None and self._held.engine.partly_updated:
+            self._held.registered.step_undone()
+            self._held.engine.discard_step()
+            self._held.step = None
+
+    def batch_passed(self, source: StepSource) -> None:
+        """See `LoaderSession`."""
+        step = self.current
+        if step is not None and step.source is source and self._held.engine.partly_updated:
+            self.finish(lambda: None)
 
     def passed_over(self, source: StepSource) -> None:
         """See `LoaderSession`."""
@@ -220,6 +259,10 @@ class StepLifecycle:
         except StopTraining as stop:
             self._departure.obey(stop)
             raise
+
+    def wait_for_others(self, what: str | None) -> None:
+        """See `LoaderSession`."""
+        self._progress.waits.hold(what)
 
     # ----------------------------------------------------------------------------------------------------------- the strategy
 
@@ -246,9 +289,10 @@ class StepLifecycle:
             self.assign(Share(weight=1.0, total_weight=float(placement.world_size), micro_batches=None))
         return self.require()
 
-    def control_word(self) -> list[float]:
-        """What this rank adds to the step's control word. Raises PreconditionError when its part of the step is not whole."""
-        step = self.require()
+    def control_word(self, step: Step | None = None) -> list[float]:
+        """What this rank adds to the step's control word. `step`: one model's own within it, of several. Raises PreconditionError when its
+        part of the step is not whole."""
+        step = step or self.require()
         step.check_whole()
         return self._borders.control_word(step)
 
@@ -264,6 +308,9 @@ class StepLifecycle:
         step = self.current
         if step is None or not step.undecided or self._stop is not None:
             return
+        # Peers may be given the committed state meanwhile.
+        self._held.registered.withdraw()
+        self._held.engine.withdraw_updates()
         try:
             self._borders.ask(step.lost or "lost")
         except StopTraining as stop:
@@ -271,6 +318,9 @@ class StepLifecycle:
             _log.warning("step %d: nobody is left to tell whether it counts: %s", self._held.steps, stop)
         if step.undecided:
             step.void()
+        if step.phase is StepPhase.DECIDED:
+            self._held.engine.reinstate_updates()
+            self._held.registered.reinstate()
 
     def finish_reduction_if_whole(self) -> None:
         """Inside one plain batch: its backward pass was the whole of this rank's part, so the sum over the ranks is due."""
@@ -288,6 +338,34 @@ class StepLifecycle:
         step = self.require()
         if self.diverged is not None:
             raise self._divergence(self.diverged)
+        self._check_sound()
+        self._held.engine.reinstate_updates()
+        step.check_whole()
+        self.end_micro_batch()
+        self._held.engine.finish_reduction()
+        if step.lost is not None:
+            self._lose(step)
+            return StepStatus.LOST
+        if not step.ranks_agree:
+            raise self.steps_apart(step)
+        if not step.settings_agree:
+            raise settings_apart(self._held.registered.settings)
+        if step.refused is not None:
+            raise step.refused
+        self._apply(apply)
+        self._commit(step)
+        failpoint("session.after_commit")
+        if step.control is not None:
+            self._compare_replicas()
+        return StepStatus.LOST if self._end(updated=True) else StepStatus.COMMITTED
+
+    def apply_within(self, apply: Callable[[], None]) -> None:
+        """`apply` updates one of several models, in a step that is not known to count. If it raises, this rank's state is torn."""
+        self._check_sound()
+        self._apply(apply)
+
+    def _check_sound(self) -> None:
+        """The state is about to change. Raises PreconditionError if it is torn."""
         if self._held.phase.now is Phase.ARRIVING:
             self._held.phase.arrive()  # its first live batch was not only looked at: the script finishes the step after its loop
         if self._held.phase.now is Phase.TORN:
@@ -296,58 +374,31 @@ class StepLifecycle:
                 "peers' state",
                 reason="STATE_TORN",
             )
-        step.check_whole()
-        self.end_micro_batch()
-        self._held.engine.finish_reduction()
-        if step.lost is not None:
-            self._lose(step)
-            return StepStatus.LOST
-        if not step.ranks_agree:
-            raise steps_apart(self._held.place(step.source), step.source, self._borders.group)
-        if not step.settings_agree:
-            raise settings_apart(self._held.registered.settings)
-        if step.refused is not None:
-            raise step.refused
-        self._held.registered.check_groups()
+
+    def _apply(self, apply: Callable[[], None]) -> None:
+        held = self._held
+        held.registered.check_groups()
         failpoint("session.before_apply")
-        here = not self._held.engine.asynchronous  # else the servers change, or nothing does
+        here = not held.engine.asynchronous  # else the servers change, or nothing does
         if here:
-            self._held.phase.tear()  # it stays torn if what follows raises
-        self._held.registered.applying = True
+            held.phase.tear()  # it stays torn if what follows raises
+        held.registered.applying = True
         try:
             apply()
         finally:
-            self._held.registered.applying = False
+            held.registered.applying = False
         failpoint("session.after_apply")
         if here:
-            self._held.phase.mend()
-        self._commit(step)
-        failpoint("session.after_commit")
-        if step.control is not None:
-            self._compare_replicas()
-        return StepStatus.LOST if self._end(updated=True) else StepStatus.COMMITTED
+            held.phase.mend()
+
+    def steps_apart(self, step: Step) -> PreconditionError:
+        """The error for ranks that did not mean the same step, or one model's own within it. All ranks call it."""
+        return steps_apart(self._held.place(step.source), step.source, self._borders.group, step.of)
 
     def _compare_replicas(self) -> None:
-        """After every so many steps: compares what ranks hold in common. Raises PreconditionError (REPLICAS_DIVERGED), on all of them."""
-        held = self._held
-        every, before = held.engine.consistency_check_every, held.compared
-        held.compared = held.steps
-        if every == 0 or held.steps // every == before // every:
-            return
-        group = self._borders.group
-        if group is None or group.world_size == 1:
-            return
-        try:
-            told = [json.loads(each) for each in group.exchange(json.dumps(dict(held.engine.in_common())).encode())]
-        except MembershipChanged:
-            return  # the step counts all the same; its end notices the failure
-        apart = disagreement(told)
-        if apart is not None:
-            self.diverged = (
-                f"after step {held.steps} {apart}: memory or arithmetic has failed there, or the script has changed values on some ranks "
-                "alone. Go back to a checkpoint of before, on other machines (compared every "
-                f"{every} steps: consistency_check_every=)"
-            )
+        """After every so many steps. Raises PreconditionError (REPLICAS_DIVERGED), on all ranks."""
+        self.diverged = compare_replicas(self._held, self._borders.group)
+        if self.diverged is not None:
             raise self._divergence(self.diverged)
 
     @staticmethod
@@ -371,7 +422,7 @@ class StepLifecycle:
         self._held.phase.be_alone()
 
     def _commit(self, step: Step) -> None:
-        held = self._held
+        held, before = self._held, self._held.samples
         held.committed(step)
         held.registered.step_committed()
         held.engine.commit_step()
@@ -382,6 +433,8 @@ class StepLifecycle:
         if not held.in_round:
             held.operations.committed()
         self._progress.committed(steps=held.steps, samples=samples, loss=step.mean_loss)
+        own = held.engine.asynchronous
+        self._progress.tally(held.steps, held.samples, held.samples - before, generation=self._borders.generation, asynchronous=own)
         self._borders.committed(step)
 
     def _lose(self, step: Step) -> None:
@@ -413,7 +466,7 @@ class StepLifecycle:
         except StopTraining as asked:
             self._departure.obey(asked)
         except StateLostError as lost:
-            self.go_back(lost)
+            self.returning.go_back(lost)
             return True
         return False
 
@@ -431,52 +484,10 @@ class StepLifecycle:
         try:
             self._borders.settle(source)
         except StateLostError as lost:
-            self.go_back(lost)
+            self.returning.go_back(lost)
             self._borders.settle(source)
 
-    def go_back(self, lost: StateLostError) -> None:
-        """To the newest checkpoint: the steps since then are undone, and the loader deals their samples again. Raises StateLostError."""
-        if self.load_checkpoint is None or self.goes_back:
-            raise lost
-        _log.warning("%s; going back to the newest checkpoint", lost)
-        self.goes_back = True
-        try:
-            with self._held.going_back():
-                why_not = self._load_checkpoint(self.load_checkpoint)
-        finally:
-            self.goes_back = False
-        if why_not is not None:
-            raise StateLostError(
-                f"{lost}. The newest checkpoint cannot take its place in the running script: {why_not}", reason=lost.reason
-            )
-
-    def _load_checkpoint(self, load: Callable[[], str | None]) -> str | None:
-        """Again, if the ranks change on the way: each change finds the state lost again, and those who have read it are ahead."""
-        while True:
-            # It is the first operation for all: what ranks know of others would be taken for its answer.
-            self._held.operations.restart(b"", passed=False)
-            try:
-                why_not = load()
-            except StateLostError as again:
-                _log.info("the ranks changed while they went back to a checkpoint: %s", again)
-            else:
-                self._borders.went_back()
-                step = self._held.step
-                if step is not None and step.lost is None and why_not is None:
-                    step.void()  # a pass before an operation has begun it, with the state that is lost
-                return why_not
-
     def _void(self) -> None:
+        self._held.registered.step_void()
         self._held.engine.discard_step()
         self._held.step = None
-        self._held.registered.step_void()
-
-    def _sum_weights(self, weight: float) -> float:
-        group = self._borders.group
-        if group is None or group.world_size == 1:
-            return weight
-        try:
-            return group.sum_numbers([weight])[0]
-        except MembershipChanged as error:
-            self.mark_lost(error)
-            return max(weight, 1.0)

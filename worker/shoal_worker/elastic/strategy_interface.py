@@ -44,6 +44,11 @@ class TrainingEngine(Protocol):
         """The strategy's name."""
         ...
 
+    @property
+    def models(self) -> int:
+        """How many models it trains, each with an optimizer."""
+        ...
+
     asynchronous: ClassVar[bool]
     """No process group: every iteration is a step of its own (async_sgd)."""
     backend_name: str
@@ -189,6 +194,20 @@ class TrainingEngine(Protocol):
 
     def take_closing(self, told: Mapping[str, Any]) -> None:
         """The step in progress is sealed here, and a peer saw its closing: what `closing` gave there. Its group is over."""
+        ...
+
+    @property
+    def partly_updated(self) -> bool:
+        """Some of several models were updated in the step in progress, and others were not (`engine/several_models.py`)."""
+        ...
+
+    def withdraw_updates(self) -> None:
+        """What the step in progress has updated is what it was before, while nobody knows whether the step counts: it may be given to
+        peers, or saved. `reinstate_updates` or `discard_step` follows; or neither, if the step is never finished."""
+        ...
+
+    def reinstate_updates(self) -> None:
+        """The step goes on, or counts: what was withdrawn is here again. Does nothing where nothing was."""
         ...
 
     def discard_step(self) -> None:

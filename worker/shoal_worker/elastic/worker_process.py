@@ -27,6 +27,7 @@ from shoal_common.exit_status import PUT_OUT
 from shoal_common.own_address import ELSEWHERE, OwnAddress, is_loopback, is_unspecified, route_towards
 from shoal_common.process_secrets import take_secrets
 from shoal_common.settings import Address, parse_address
+from shoal_common.tally import TallyWriter
 from shoal_common.telemetry import HttpServer, serve_metrics
 
 from shoal_worker.backends import native_threads
@@ -213,6 +214,7 @@ def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetr
         membership = Membership(client, identity, settings, host=own.told)
         session = Session(settings, membership, donor, metrics)
         undo.callback(session.close, failed="it did not get as far as a rank")
+        session.progress.tally_writer = _tally(settings)
         at_end = _Exit(session, membership, http)
         if at_end.hear_sigterm():  # before it has a rank: one that waits for others leaves as well
             undo.callback(signal.signal, signal.SIGTERM, signal.SIG_DFL)
@@ -224,6 +226,17 @@ def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetr
     set_session(session)
     at_end.install()
     return session
+
+
+def _tally(settings: WorkerSettings) -> TallyWriter | None:
+    """Where the launcher has asked for it. Training does not fail for want of room for what people look at."""
+    if settings.tally_file is None:
+        return None
+    try:
+        return TallyWriter(settings.tally_file)
+    except OSError as error:
+        _log.warning("the launcher will not know what this worker commits: %s", error)
+        return None
 
 
 def open_fixed(seat: Seat, *, own: OwnAddress = _LOOPBACK, host: str = "") -> Session:

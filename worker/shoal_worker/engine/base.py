@@ -27,61 +27,14 @@ from shoal_worker.elastic.evaluation import evaluating
 from shoal_worker.elastic.group import Channel, Group
 from shoal_worker.elastic.loader_interface import Leases, StepStatus
 from shoal_worker.elastic.row_store import RowStore
-from shoal_worker.elastic.step import Step
 from shoal_worker.elastic.strategy_interface import StrategySession
-from shoal_worker.engine.hidden_parameters import blank_copies
+from shoal_worker.engine.buffers import kept_buffers
+from shoal_worker.engine.hidden_parameters import blank_copies, inside, want_gradients
 from shoal_worker.engine.parameters import agreed, named_values
+from shoal_worker.engine.passes import Loss, call_module
+from shoal_worker.engine.tentative_update import TentativeUpdate
 from shoal_worker.state.fits import check_fits, check_tensors_fit
 from shoal_worker.state.tree import StatePart
-
-# -------------------------------------------------------------------------------------------------------------------- passes over a batch
-#
-# What every engine does with a batch: call the module, and find its loss.
-
-Loss = Callable[[Any, Any], torch.Tensor]
-"""Computes the loss of an output and its targets: one number, such as the mean over the batch."""
-
-
-def call_module(module: Callable[..., Any], inputs: Any) -> Any:
-    """Calls `module` with `inputs`: a mapping as keyword arguments, a tuple as positional ones, all else as one argument."""
-    if isinstance(inputs, Mapping):
-        return module(**inputs)
-    if isinstance(inputs, tuple):
-        return module(*inputs)
-    return module(inputs)
-
-
-def loss_of(output: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
-    """The loss of an output: `loss_fn(output, targets)`, or the output's `.loss`.
-
-    Raises:
-        ConfigurationError: there is neither, or it is no one number.
-    """
-    if loss_fn is not None:
-        return _one_number(loss_fn(output, targets))
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if not isinstance(loss, torch.Tensor):
-        raise ConfigurationError(
-            f"train_step without loss_fn needs an output with a .loss tensor; the model returned {type(output).__name__}"
-        )
-    return _one_number(loss)
-
-
-def _one_number(loss: Any) -> torch.Tensor:
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
-        raise ConfigurationError(f"the loss is {found}: expected a tensor of one element, such as the mean over the batch")
-    return loss
-
-
-def check_reproducible(config: ShardingConfiguration, step: Step) -> None:
-    """Raises ConfigurationError for a step whose result would depend on the number of ranks although `deterministic=True` was asked for."""
-    if config.deterministic and not step.in_micro_batches:
-        raise ConfigurationError(
-            "deterministic=True needs micro-batches, whose results do not depend on the number of ranks: give micro_batch_size= to "
-            "the ElasticDataLoader and iterate over loader.steps()"
-        )
-
 
 # ----------------------------------------------------------------------------------------------------------------------------- the engine
 
@@ -111,6 +64,8 @@ class Setup:
     backend_name: str
     options: Mapping[str, Any]
     """The strategy's own keyword arguments of `as_distributed`."""
+    several: bool = False
+    """The model is one of several: passes of others go through it, also while the script has frozen it, and leave gradients here."""
 
 
 class Engine(abc.ABC):
@@ -154,6 +109,12 @@ class Engine(abc.ABC):
         """See `ShardedModel.predict`."""
         with evaluating(self.module):
             return call_module(self.module, inputs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """See `ShardedModel.generate`."""
+        self.check_values_here("generate()", "model.clone().generate(...) generates with a copy of the whole model")
+        module: Any = self.module
+        return module.generate(*args, **kwargs)
 
     def loss_parallel(self) -> AbstractContextManager[None]:
         """See `ShardedModel.loss_parallel`."""
@@ -288,6 +249,45 @@ class Engine(abc.ABC):
     def skip(self) -> None:
         """The step counts, but a GradScaler found its gradients unusable, on all ranks alike."""
 
+    def apply_tentatively(self, apply: Callable[[], None]) -> TentativeUpdate:
+        """Calls `apply`, in a step of several models that is not known to count. Returns what `exchange_update` puts back."""
+        assert self.optimizer is not None
+        update = TentativeUpdate(self.optimizer)
+        apply()
+        return update
+
+    def exchange_update(self, update: TentativeUpdate) -> None:
+        """Puts back what there was before the last update; or, if that was done, what there was after it."""
+        update.exchange()
+
+    def freeze(self) -> Callable[[], None]:
+        """Behind its own update in a step of several models: until the returned call gradients go through the module to others, and come to
+        none of its parameters; its buffers are then what they are now."""
+        with inside():
+            trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        want_gradients(trained, False)
+        put_back = kept_buffers(self.module)
+
+        def thaw() -> None:
+            want_gradients(trained, True)
+            put_back()
+
+        return thaw
+
+    def forward_frozen(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward pass where none of its parameters is to get a gradient: nothing will be reduced."""
+        return self._setup.call(*args, **kwargs)
+
+    def has_gradients(self) -> bool:
+        """A backward pass of the step in progress has left some that are not zero."""
+        gradients = (parameter.grad for parameter in self.module.parameters() if parameter.grad is not None)
+        return any(bool((gradient._values() if gradient.is_sparse else gradient).count_nonzero()) for gradient in gradients)
+
+    @property
+    def changing_buffers(self) -> bool:
+        """The module has buffers that the ranks must agree on. Asked where several models are trained."""
+        return False
+
     def scale_gradients(self, scale: float) -> None:
         """Multiplies the gradients of what this rank is to update."""
         groups = self.optimizer.param_groups if self.optimizer is not None else ()
@@ -321,6 +321,11 @@ class Engine(abc.ABC):
         """Brings the ranks' optimizer states together. Each is right after every step: nothing to do."""
 
     # ------------------------------------------------------------------------------------- for the session: see `TrainingEngine` for each
+
+    @property
+    def models(self) -> int:
+        """One."""
+        return 1
 
     @property
     def data_parallel_rank(self) -> int:
@@ -399,6 +404,9 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raises CorruptDataError if `restore` would refuse this state; nothing is changed."""
+
     def assemble(self, channel: Channel) -> dict[str, Any]:
         """What is captured is whole."""
         return self.capture()
@@ -446,6 +454,17 @@ class Engine(abc.ABC):
 
     def take_closing(self, told: Mapping[str, Any]) -> None:
         """Does nothing: this rank has the gradients' sums, and needs no more to apply the step."""
+
+    @property
+    def partly_updated(self) -> bool:
+        """There is one model."""
+        return False
+
+    def withdraw_updates(self) -> None:
+        """A step of one model updates when it counts."""
+
+    def reinstate_updates(self) -> None:
+        """There is nothing to reinstate."""
 
     @abc.abstractmethod
     def discard_step(self) -> None: ...

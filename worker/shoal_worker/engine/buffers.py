@@ -8,7 +8,7 @@ Buffers are found by where they hang, each time anew: modules also assign new te
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from shoal_common.errors import ConfigurationError
@@ -110,6 +110,19 @@ class CommittedBuffers:
                 owner._buffers[name] = now[i]
         # By way of .data: the backward pass of a forward that saw a buffer may be yet to come, as in a pipeline.
         _copy([buffer.data for buffer in now], values)
+
+
+def kept_buffers(module: nn.Module) -> Callable[[], None]:
+    """Returns a call that makes the module's buffers again what they are now."""
+    places = [(owner, name, buffer) for owner in module.modules() for name, buffer in owner._buffers.items() if buffer is not None]
+    values = [buffer.clone() for _, _, buffer in places]
+
+    def put_back() -> None:
+        for owner, name, buffer in places:
+            owner._buffers[name] = buffer
+        _copy([buffer.data for _, _, buffer in places], values)  # by way of .data, as above
+
+    return put_back
 
 
 def _kind(buffer: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:

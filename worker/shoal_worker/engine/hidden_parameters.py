@@ -32,6 +32,13 @@ inside = torch._C.DisableTorchFunctionSubclass
 """A context for whoever knows what it finds: hidden parameters do not raise."""
 
 
+def want_gradients(parameters: Iterable[torch.Tensor], wanted: bool) -> None:
+    """Sets `requires_grad`, of hidden ones as well."""
+    with inside():
+        for parameter in parameters:
+            parameter.requires_grad_(wanted)
+
+
 class Whereabouts:
     """What the hidden parameters of one model have in common."""
 

@@ -52,6 +52,12 @@ def checkpoint_activations(module: nn.Module, chosen: bool | Sequence[type[nn.Mo
             setattr(each, _FORWARD, functools.partial(_forward, each.forward))
 
 
+def own_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """The forward of a module that computes its activations again, without that; None: it keeps them."""
+    chosen = module.__dict__.get(_FORWARD)
+    return chosen.args[0] if isinstance(chosen, functools.partial) and chosen.func is _forward else None
+
+
 def _forward(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)

@@ -29,10 +29,12 @@ from shoal_common.errors import ConfigurationError, PreconditionError
 from shoal_worker.elastic.group import Channel
 from shoal_worker.elastic.loader_interface import Share
 from shoal_worker.elastic.step import Step, StepPhase
-from shoal_worker.engine.base import Engine, Loss, Setup
+from shoal_worker.engine.base import Engine, Setup
 from shoal_worker.engine.hidden_parameters import Whereabouts, guard_parts, inside, is_hidden
 from shoal_worker.engine.parameters import check_optimizer_covers, check_trains, has_values, materialize, named_values
+from shoal_worker.engine.passes import Loss
 from shoal_worker.engine.state_in_parts import StateInParts
+from shoal_worker.engine.tentative_update import TentativeUpdate
 from shoal_worker.state.fits import check_elementwise
 
 # ------------------------------------------------------------------------------------------------------------ what a step's closing tells
@@ -213,10 +215,14 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         self.optimizer = optimizer
         if optimizer is not None:
             check_optimizer_covers(self.module, optimizer)
-            check_elementwise(optimizer, elementwise=self._any_optimizer)
+            self._check_optimizer(optimizer)
             if self._parts is not None:
                 self._parts.use_optimizer(optimizer)
         self._session.attach(self)
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises ConfigurationError: it cannot update what this rank holds."""
+        check_elementwise(optimizer, elementwise=self._any_optimizer)
 
     def has_values(self) -> bool:
         """See `TrainingEngine`."""
@@ -342,10 +348,26 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         with torch.no_grad():
             self._updated()
 
+    def apply_tentatively(self, apply: Callable[[], None]) -> TentativeUpdate:
+        """See `Engine`. The step's gradients are taken."""
+        update = super().apply_tentatively(apply)
+        self._whereabouts.pending = False
+        return update
+
+    def has_gradients(self) -> bool:
+        """See `Engine`."""
+        return self._has_gradients
+
+    def exchange_update(self, update: TentativeUpdate) -> None:
+        """See `Engine`."""
+        super().exchange_update(update)
+        self._applied += -1 if update.withdrawn else 1
+
     def _check_training(self) -> None:
         with inside():
             changed = next(((name, trained) for name, p, trained in self._trained() if p.requires_grad != trained), None)
-        if changed is not None:
+            whole = self._setup.several and not any(p.requires_grad for _, p, _ in self._trained())
+        if changed is not None and not whole:
             name, trained = changed
             raise ConfigurationError(
                 f"parameter {name!r} has requires_grad={not trained}, and had {trained} at as_distributed: "

@@ -22,8 +22,8 @@ from shoal_worker.sharding.collectives import Collectives
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.layout import Division
 from shoal_worker.sharding.resharding import ShardedOptimizerState
-from shoal_worker.sharding.sharded_state import spread
 from shoal_worker.sharding.unit import Stage, Unit
+from shoal_worker.sharding.whole_vectors import spread
 
 _NO_CAP: Final = float("inf")
 
@@ -159,7 +159,7 @@ class InShards(DataAxis):
         self._stage, self._division, self._collectives = stage, division, collectives
 
         def units(names: Iterable[str], cap: float) -> list[Unit]:
-            alike = _alike({name: pieces[name] for name in names}, kind, cap)
+            alike = alike_pieces({name: pieces[name] for name in names}, kind, cap)
             return [
                 Unit(
                     own[0],
@@ -254,7 +254,7 @@ class InShards(DataAxis):
         )
 
 
-def _alike(pieces: Mapping[str, nn.Parameter], kind: Callable[[str], Hashable], cap: float) -> Iterator[list[str]]:
+def alike_pieces(pieces: Mapping[str, nn.Parameter], kind: Callable[[str], Hashable], cap: float) -> Iterator[list[str]]:
     """What makes a unit: pieces of one kind, of at most `cap` bytes (one that is larger is a unit by itself)."""
     kinds: dict[tuple[torch.dtype, bool, Hashable], list[str]] = {}
     for name, piece in pieces.items():

@@ -18,10 +18,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from shoal_worker.elastic.step import Step
-from shoal_worker.engine.base import Loss, Setup, call_module, loss_of
+from shoal_worker.engine.base import Setup
 from shoal_worker.engine.failed_collectives import LosingStep
 from shoal_worker.engine.parameters import check_shaped
 from shoal_worker.engine.partitioned import Closing, PartitionedEngine
+from shoal_worker.engine.passes import Loss, call_module, loss_of
 from shoal_worker.mesh.layouts import Layouts, MeshPlan, template_of, whole_module, zeros
 from shoal_worker.mesh.parts import ModelParts
 from shoal_worker.mesh.rank_mesh import RankMesh
@@ -174,6 +175,22 @@ class MeshPasses(PartitionedEngine[ModelParts, Closing]):
             if self._pipeline_here:
                 return self._through_pipeline(inputs)
             return pytree.tree_map_only(DTensor, DTensor.full_tensor, super().predict(inputs))
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """See `ShardedModel`. Each rank computes with its part of each layer, unless parameters are elsewhere between passes."""
+        if self._plan.pipelined or self._plan.sharding is not None:
+            return super().generate(*args, **kwargs)
+        if self._options.get("loss_parallel"):
+            raise ConfigurationError(
+                "generate() of a model with loss_parallel=True: its logits are split over the vocabulary, and tokens are chosen from whole "
+                "ones; call model.clone().generate(...) on every rank, or leave loss_parallel out"
+            )
+        if self._ahead:
+            stand_in: Any = self._stand_in()
+            return stand_in.generate(*args, **kwargs)
+        with self._passing(), contextlib.nullcontext() if self._mesh is None else self._mesh.drawing_alike():
+            module: Any = self.module
+            return module.generate(*args, **kwargs)
 
     @contextlib.contextmanager
     def _passing(self) -> Iterator[None]:

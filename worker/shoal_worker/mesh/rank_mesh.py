@@ -6,8 +6,9 @@ Made anew for each generation, and dropped with it. The training thread owns it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -83,6 +84,19 @@ class RankMesh:
     def replicas(self) -> Group:
         """The ranks that hold the same."""
         return self._groups["data"]
+
+    @contextlib.contextmanager
+    def drawing_alike(self) -> Iterator[None]:
+        """Within, the ranks that compute one replica draw the same random numbers; outside, each its own, as if nothing had been drawn.
+
+        Raises:
+            MembershipChanged: the group is over.
+        """
+        line, device = self._groups.get("tensor"), self._session.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            drawn = int(torch.empty((), dtype=torch.int64).random_())
+            torch.manual_seed(drawn if line is None else line.all_gather_integers([drawn])[0][0])
+            yield
 
     def lay_out(self, parts: ModelParts, taken: Sequence[WholeTensor], *, averages: bool) -> None:
         """Cuts the model for it; see `ModelParts.lay_out`. `averages`: see `MeshGradients`."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
+from shoal_common.errors import MembershipChanged, PreconditionError
 from shoal_common.failpoints import failpoint
 from torch import nn
 
@@ -20,11 +20,13 @@ from shoal_worker.elastic.group import Channel
 from shoal_worker.elastic.loader_interface import StepStatus
 from shoal_worker.elastic.row_store import RowStore
 from shoal_worker.elastic.step import StepPhase
-from shoal_worker.engine.base import Engine, Loss, Setup, call_module, check_reproducible, loss_of
+from shoal_worker.engine.base import Engine, Setup
 from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.engine.compressed import compression_of
 from shoal_worker.engine.failed_collectives import LosingStep
 from shoal_worker.engine.parameters import check_optimizer_covers, check_shaped, check_trains, has_values, materialize, unsaved_buffers
+from shoal_worker.engine.passes import Loss, call_module, check_reproducible, loss_of
+from shoal_worker.engine.synchronized_norms import synchronize_norms
 from shoal_worker.replicated.buckets import AccumulatedReduction
 from shoal_worker.replicated.reduction import OverlappedReduction
 from shoal_worker.replicated.step_tables import StepTables
@@ -47,11 +49,7 @@ class ReplicatedEngine(Engine):
         self._attached = False
         check_shaped(self.module)
         check_trains(self.module)
-        if any(isinstance(m, nn.SyncBatchNorm) for m in self.module.modules()):
-            raise ConfigurationError(
-                "the model has SyncBatchNorm, which works in torch's default process group alone; an elastic job has none. Use BatchNorm: "
-                "its running statistics are averaged over the ranks"
-            )
+        synchronize_norms(self.module, self._session, sums=self.config.loss_reduction == "sum")
         self._step_buffers = CommittedBuffers(self.module)
 
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -172,9 +170,7 @@ class ReplicatedEngine(Engine):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `TrainingEngine`."""
-        self._check_fits(state["model"])
-        if self.optimizer is not None and state["optimizer"] is not None:
-            self._check_optimizer_fits(state["optimizer"])
+        self.check_state(state)
         if not self.has_values():
             materialize(self.module, self.optimizer, self._session.device, buffers=state.get("buffers"))
         with torch.no_grad():
@@ -186,6 +182,12 @@ class ReplicatedEngine(Engine):
         if self._tables is not None:
             self._tables.restore(state.get("tables"))
         self._step_buffers.commit()
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """See `Engine`."""
+        self._check_fits(state["model"])
+        if self.optimizer is not None and state["optimizer"] is not None:
+            self._check_optimizer_fits(state["optimizer"])
 
     def in_common(self) -> Mapping[str, int]:
         """See `TrainingEngine`: all of it."""
@@ -202,6 +204,9 @@ class ReplicatedEngine(Engine):
         """See `TrainingEngine`. What the user did to buffers between two steps is a part of what a redo starts from."""
         self._step_buffers.commit()
         self._skipped = False
+        if self._setup.several:  # what another model's passes have left here is not of this step
+            for parameter in self.module.parameters():
+                parameter.grad = None
         if self._compression is not None:
             self._compression.step_begins()
         if self._tables is not None:
@@ -333,6 +338,11 @@ class ReplicatedEngine(Engine):
         clear()
         if self._tables is not None:
             self._tables.drop_gradients()
+
+    @property
+    def changing_buffers(self) -> bool:
+        """See `Engine`."""
+        return self._step_buffers.size > 0
 
     def skip(self) -> None:
         """See `Engine`."""

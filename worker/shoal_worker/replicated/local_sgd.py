@@ -23,9 +23,10 @@ from shoal_common.failpoints import failpoint
 from shoal_worker.elastic.group import Channel, Group, LocalChannel
 from shoal_worker.elastic.loader_interface import StepStatus
 from shoal_worker.elastic.step import StepPhase
-from shoal_worker.engine.base import Loss, Setup, call_module, loss_of
+from shoal_worker.engine.base import Setup
 from shoal_worker.engine.failed_collectives import LosingStep
 from shoal_worker.engine.parameters import unsaved_buffers
+from shoal_worker.engine.passes import Loss, call_module, loss_of
 from shoal_worker.replicated.buckets import AccumulatedReduction
 from shoal_worker.replicated.engine import ReplicatedEngine
 from shoal_worker.replicated.rounds import (

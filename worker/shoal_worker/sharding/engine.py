@@ -2,7 +2,8 @@
 
 Strategies differ in what is cut (`Stage`), in what is gathered or reduced at once (`groups`), and in whether there are replicas of the
 shards (`divide`). (Rajbhandari et al., "ZeRO", SC 2020, sections 5 and 7; Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.) The optimizer
-updates flat pieces of parameters. That is right for optimizers that treat each element by itself, which most do; others are refused.
+updates flat pieces of parameters. That is right for optimizers that treat each element by itself, which most do. For those that look at
+whole tensors (Muon, Adafactor) each tensor is dealt to one rank (`UnitLayout.whole_tensors`).
 
 A step ends as `engine/partitioned.py` says. Its gradients are sealed when each rank has its shard's sum, and has passed it on to its buddy,
 who mirrors the shard: parameters and optimizer state, as further pieces of the same optimizer. The closing also tells which parameters were
@@ -28,19 +29,23 @@ from shoal_worker.elastic.generation import Topology
 from shoal_worker.elastic.group import Channel, Group
 from shoal_worker.elastic.loader_interface import Share
 from shoal_worker.elastic.step import Step
-from shoal_worker.engine.base import Loss, Setup, call_module, check_reproducible, loss_of
+from shoal_worker.engine.base import Setup
 from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.engine.compressed import check_floating, compression_of
 from shoal_worker.engine.failed_collectives import LosingStep
 from shoal_worker.engine.hidden_parameters import refuse_loading
 from shoal_worker.engine.parameter_groups import ParameterGroup, alike, by_bytes, by_modules
 from shoal_worker.engine.partitioned import ClosingSum, CutClosing, PartitionedEngine
+from shoal_worker.engine.passes import Loss, call_module, check_reproducible, loss_of
+from shoal_worker.engine.synchronized_norms import synchronize_norms
+from shoal_worker.engine.tentative_update import TentativeUpdate
 from shoal_worker.sharding.collectives import CompressedScatter, IssuedCollectives, ReplicatedCollectives, SessionCollectives
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.gradients import CutGradients
 from shoal_worker.sharding.layout import Division, among_all
 from shoal_worker.sharding.sharded_state import ShardedState
 from shoal_worker.sharding.unit import Stage, Unit, home_of
+from shoal_worker.state.fits import takes_whole_tensors
 from shoal_worker.state.tree import StatePart
 
 _WIDE: Final = torch.empty(0, dtype=torch.float64)
@@ -51,7 +56,7 @@ Groups = Callable[[nn.Module, ShardingConfiguration], list[ParameterGroup]]
 Divide = Callable[[Topology], Division]
 """How ranks that lie so on hosts divide the model."""
 
-OPTIONS: Final = frozenset({"elementwise_optimizer"})
+OPTIONS: Final = frozenset({"elementwise_optimizer", "whole_tensors"})
 """Keyword arguments of `as_distributed` that this engine reads."""
 SETTINGS: Final = frozenset({"param_dtype", "reduce_dtype", "offload"})
 """Fields of the configuration that it reads, and not every engine does."""
@@ -86,12 +91,15 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
                 f"gradient_compression={compressor.name!r} with strategy={self.strategy!r}: it needs whole matrices on every rank, and "
                 "gradients are cut here; take topk, int8 or another, or ddp"
             )
+        synchronize_norms(self.module, self._session, sums=self.config.loss_reduction == "sum")
         self.stage = stage
         self._groups = groups
         self._divide = divide or among_all
         self._replicas = ReplicatedCollectives(self._session) if divide is not None else None
         self._collectives = self._replicas or SessionCollectives(self._session)
         self._compression = compression_of(compressor, self._session)
+        self._whole_tensors = False
+        """The optimizer looks at whole tensors."""
         self._weights = 0.0
         """Weight of the micro-batches of this rank in this step."""
         self._changes: torch.Tensor | None = None
@@ -116,6 +124,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
         units = [(group.module, [self._unit(part) for part in alike(group)]) for group in self._groups(self.module, self.config)]
         self._execution = ShardedExecution(units, self._collectives, self.stage, self._whereabouts)
         state = ShardedState(self.module, self._execution, self.stage, self._divide)
+        if self._whole_tensors:
+            state.keep_tensors_whole()
         if any(unit.apart for unit in state.units):
             refuse_loading(self.module)
         if self._compression is not None:
@@ -125,6 +135,22 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
         self._summed = CutGradients(state.trained, exact=self.config.deterministic)
         self._step_buffers = CommittedBuffers(self.module)
         return state
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        said = self._options.get("whole_tensors")
+        if said not in (None, True, False):
+            raise ConfigurationError(f"whole_tensors={said!r}: expected True, False or None")
+        self._whole_tensors = takes_whole_tensors(optimizer, elementwise=self._any_optimizer, whole_tensors=said)
+        if not self._whole_tensors:
+            return
+        if self._compression is not None:
+            raise ConfigurationError(
+                f"gradient_compression={self._compression.compressor.name!r} with {type(optimizer).__name__} and "
+                f"strategy={self.strategy!r}: whole tensors are dealt to the ranks, and what compression leaves behind is of parts that "
+                "are cut; leave gradient_compression out, or take ddp"
+            )
+        if self._parts is not None:
+            self._parts.keep_tensors_whole()
 
     # ------------------------------------------------------------------------------------------------------------- training
 
@@ -142,6 +168,19 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
             args, kwargs = in_dtype((args, kwargs), self.config.param_dtype)
         return self._setup.call(*args, **kwargs)
 
+    def forward_frozen(self, *args: Any, **kwargs: Any) -> Any:
+        """See `Engine`. There is nothing to reduce in the backward pass."""
+        self._execution.reduces_in_backward = False
+        if self.config.param_dtype is not None:
+            args, kwargs = in_dtype((args, kwargs), self.config.param_dtype)
+        return super().forward_frozen(*args, **kwargs)
+
+    def exchange_update(self, update: TentativeUpdate) -> None:
+        """See `Engine`. Where parameters are whole on every rank they are fetched before the next step."""
+        super().exchange_update(update)
+        for unit in self._held.units:
+            unit.changed()
+
     def _take_pass(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
         loss = loss_of(call_module(self._setup.model, inputs), targets, loss_fn)
         loss.backward()
@@ -152,7 +191,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
         if step.control is not None:
             raise PreconditionError(
                 "the gradients of this step are reduced already, by clip_grad_norm_, synchronize_gradients or a GradScaler: do all "
-                "backward passes of a step before"
+                "backward passes of a step before; to accumulate, give micro_batch_size= to the loader and loop over loader.steps()"
             )
         share = step.share
         self._execution.show_gradients()
@@ -204,6 +243,11 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
             self._applied = state["applied"]
             self._held.restore_common(state)
         self._step_buffers.commit()
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """See `Engine`. A model on the meta device is made from it."""
+        if "model" in state and self._parts is not None:
+            self._parts.check(state)
 
     def _hand_out(self, closing: CutClosing) -> None:
         self._gradients.hand_out(closing.divisor, closing.present)
@@ -305,6 +349,11 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
     @property
     def _has_gradients(self) -> bool:
         return self._execution.came
+
+    @property
+    def changing_buffers(self) -> bool:
+        """See `Engine`."""
+        return self._parts is not None and self._step_buffers.size > 0
 
     def _drop_gradients(self) -> None:
         self._execution.drop_gradients()

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeGuard
 
 import torch
+from torch.utils import _pytree as pytree
 
 from shoal_worker.engine.holders import Claim, ShardHolders, newest_complete
 from shoal_worker.engine.state_in_parts import is_element
 from shoal_worker.sharding.layout import Division, message, place, runs, sizes
 from shoal_worker.sharding.unit import Holding, Unit
+from shoal_worker.state.serial import dump_tensors, load_tensors
+from shoal_worker.state.tree import flatten, unflatten
 
 ELEMENTS: Final = "elements of"
 """Key of the names of a parameter's element states, among its scalars."""
@@ -32,6 +35,9 @@ ELEMENTS: Final = "elements of"
 # What has the shape of its piece is an element state (moments): it is cut and moved like the parameter. All else (step counts) is the
 # same on every rank, whatever piece that has, also an empty one; so is, for each parameter, which element states there are (`ELEMENTS`):
 # groups with other options have others, and momentum has nothing beside them.
+#
+# Where tensors are whole, all of this is so for the owners of a parameter alone, and what is not an element state may be anything (sums of
+# rows and columns, preconditioners): it is told to all ranks when the state is cut anew or put together (`told_by_owners`).
 
 
 class ShardedOptimizerState:
@@ -41,11 +47,11 @@ class ShardedOptimizerState:
         self._optimizer = optimizer
 
     def element_keys(self, unit: Unit) -> dict[str, torch.dtype]:
-        """Names and dtypes of the element states of a unit, the same on all ranks that have stepped."""
+        """Names and dtypes of the element states of a unit, the same on all ranks that have stepped, but where tensors are whole."""
         found: dict[str, torch.dtype] = {}
-        for piece in unit.own.pieces:
+        for piece in (piece for holding in unit.holdings for piece in holding.pieces):
             for key, value in self._of(piece).items():
-                if is_element(value, piece.shape):
+                if is_cut(value, unit, piece.shape):
                     found[key] = value.dtype
         return dict(sorted(found.items()))
 
@@ -54,13 +60,17 @@ class ShardedOptimizerState:
         flat = torch.zeros(unit.layout.shard_numel, dtype=dtype, device=unit.home.device)
         for piece, cut in zip(holding.pieces, holding.cuts, strict=True):
             value = self._of(piece).get(key)
-            if value is not None:
-                flat[cut.offset : cut.offset + cut.length] = value
+            if is_cut(value, unit, piece.shape):
+                flat[cut.offset : cut.offset + cut.length] = value.reshape(-1)
         return flat
 
     def scalars(self, unit: Unit) -> list[dict[str, Any]]:
-        """What each parameter's state has beside its element states, and `ELEMENTS`; {} for one that has no state."""
-        return [_scalars(state, piece) if (state := self._of(piece)) else {} for piece in unit.own.pieces]
+        """What each parameter's state has beside its element states, and `ELEMENTS`; {} for one that has no state here."""
+        return self.scalars_of(unit, unit.own)
+
+    def scalars_of(self, unit: Unit, holding: Holding) -> list[dict[str, Any]]:
+        """`scalars` of one shard."""
+        return [_scalars(unit, state, piece) if (state := self._of(piece)) else {} for piece in holding.pieces]
 
     def replace(self, unit: Unit, scalars: list[dict[str, Any]], shards: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
         """Gives the pieces that the unit holds now their state: `shards` by position and key."""
@@ -69,12 +79,12 @@ class ShardedOptimizerState:
         for holding in unit.holdings:
             for piece, cut, own in zip(holding.pieces, holding.cuts, scalars, strict=True):
                 self._optimizer.state.pop(piece, None)
-                if holding.position is None or not own:
+                if holding.position is None or not own or (unit.layout.whole_tensors and not cut.length):
                     continue
-                scalars_of_it = {key: value for key, value in own.items() if key != ELEMENTS}
-                state = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in scalars_of_it.items()}
+                state = {key: _own_copy(value, unit.home.device) for key, value in own.items() if key != ELEMENTS}
                 for key in own[ELEMENTS]:
-                    state[key] = unit.home.copy(shards[holding.position][key][cut.offset : cut.offset + cut.length])
+                    flat = shards[holding.position][key][cut.offset : cut.offset + cut.length]
+                    state[key] = unit.home.copy(flat).view(piece.shape)
                 self._optimizer.state[piece] = state
 
     def bring_home(self, unit: Unit) -> None:
@@ -83,23 +93,15 @@ class ShardedOptimizerState:
             for piece in holding.pieces:
                 for key, value in self._of(piece).items():
                     if is_element(value, piece.shape) and value.numel() and value.untyped_storage().filename is None:
-                        self._of(piece)[key] = unit.home.copy(value)
+                        self._of(piece)[key] = unit.home.copy(value.reshape(-1)).view(value.shape)
 
     def cut(self, unit: Unit, keys: Mapping[str, torch.dtype], world_size: int, position: int, mirrored: int | None) -> None:
         """Cuts a unit that is whole here, values and state: see `Unit.cut`."""
         scalars = self.scalars(unit)
         wholes = {key: self.shard(unit, unit.own, key, dtype) for key, dtype in keys.items()}
-        numel = unit.layout.numel
         unit.cut(world_size, position, mirrored)
-        size = unit.layout.shard_numel
-        shards: dict[int, dict[str, torch.Tensor]] = {}
-        for where in {position, mirrored} - {None}:
-            assert where is not None
-            shards[where] = {}
-            for key, whole in wholes.items():
-                padded = torch.zeros(unit.layout.padded_numel, dtype=whole.dtype, device=whole.device)
-                padded[:numel] = whole[:numel]
-                shards[where][key] = padded[where * size : (where + 1) * size]
+        held = {position, mirrored} - {None}
+        shards = {where: {key: unit.layout.shard_of(whole, where) for key, whole in wholes.items()} for where in held if where is not None}
         self.replace(unit, scalars, shards)
 
     def _of(self, piece: torch.Tensor) -> dict[str, Any]:
@@ -107,9 +109,20 @@ class ShardedOptimizerState:
         return state
 
 
-def _scalars(state: Mapping[str, Any], piece: torch.Tensor) -> dict[str, Any]:
-    elements = sorted(key for key, value in state.items() if is_element(value, piece.shape))
+def is_cut(value: object, unit: Unit, shape: torch.Size) -> TypeGuard[torch.Tensor]:
+    """Whether a value of the optimizer's state is cut and moved like the parameter, whose shape, or that of what is here of it, is `shape`.
+    Where tensors are whole a unit's owners must agree on its dtype without asking each other: it is the parameter's."""
+    return is_element(value, shape) and (not unit.layout.whole_tensors or value.dtype == unit.dtype)
+
+
+def _scalars(unit: Unit, state: Mapping[str, Any], piece: torch.Tensor) -> dict[str, Any]:
+    elements = sorted(key for key, value in state.items() if is_cut(value, unit, piece.shape))
     return {**{key: value for key, value in state.items() if key not in elements}, ELEMENTS: elements}
+
+
+def _own_copy(value: Any, device: torch.device) -> Any:
+    """Tensors are nobody else's, and lie on the device, unless they are a single number: that is where the optimizer keeps it."""
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to(device, copy=True) if t.dim() else t.detach().clone(), value)
 
 
 # --------------------------------------------------------------------------------------------------------------------------- cutting anew
@@ -120,11 +133,19 @@ _MOST_ROWS: Final = 2 + MOST_COPIES // 2
 """A rank's cut, the one before, and its copies, two in each row."""
 
 
-class Peers(Protocol):
-    """The ranks among which shards are moved."""
+class Messages(Protocol):
+    """Ranks that tell each other something."""
 
     @property
     def rank(self) -> int: ...
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Sends `payload` to all ranks and returns everybody's, by rank."""
+        ...
+
+
+class Peers(Messages, Protocol):
+    """The ranks among which shards are moved."""
+
     @property
     def world_size(self) -> int: ...
     def all_gather_integers(self, values: Sequence[int]) -> list[list[int]]:
@@ -162,6 +183,9 @@ class RankShards:
 
     cut: Cut
     vectors: list[dict[int, dict[str, torch.Tensor]]]
+    scalars: list[dict[int, list[dict[str, Any]]]] | None = None
+    """Where tensors are whole, by unit, position and parameter: what the optimizer's state has beside these vectors. Elsewhere every rank
+    has the same, for all parameters."""
     copied: bool = False
     """They are copies of what another rank holds, on the CPU: taken where nobody holds the shards themselves any more."""
 
@@ -192,16 +216,23 @@ def held_of(held: Sequence[RankShards], number: int) -> RankShards | None:
     if len(own) < 2:
         return own[0] if own else None
     merged: list[dict[int, dict[str, torch.Tensor]]] = [{} for _ in own[0].vectors]
+    scalars: list[dict[int, list[dict[str, Any]]]] = [{} for _ in own[0].vectors]
     for each in own:
         for unit, by_position in enumerate(each.vectors):
             merged[unit].update(by_position)
-    return RankShards(cut=own[-1].cut, vectors=merged)
+        for unit, of_position in enumerate(each.scalars or ()):
+            scalars[unit].update(of_position)
+    return RankShards(cut=own[-1].cut, vectors=merged, scalars=scalars if own[-1].scalars is not None else None)
 
 
 def merge_copies(
-    kept: Sequence[RankShards], told: ShardHolders[int], arrived: Sequence[Mapping[int, dict[str, torch.Tensor]]]
+    kept: Sequence[RankShards],
+    told: ShardHolders[int],
+    arrived: Sequence[Mapping[int, dict[str, torch.Tensor]]],
+    scalars: Sequence[list[dict[str, Any]]] | None = None,
 ) -> list[RankShards]:
-    """The copies that a rank keeps from now on: those of this cut that it had, and those that arrived (by unit and position)."""
+    """The copies that a rank keeps from now on: those of this cut that it had, and those that arrived (by unit and position). `scalars`: of
+    all parameters, where tensors are whole."""
     vectors: list[dict[int, dict[str, torch.Tensor]]] = [dict(own) for own in arrived]
     for each in kept:
         if each.cut.number == told.cut:
@@ -213,6 +244,7 @@ def merge_copies(
         RankShards(
             cut=Cut(number=told.cut, world_size=told.shards, position=pair[0], mirrored=pair[1] if len(pair) > 1 else None),
             vectors=[{position: own[position] for position in pair} for own in vectors],
+            scalars=[dict.fromkeys(pair, own) for own in scalars] if scalars is not None else None,
             copied=True,
         )
         for pair in pairs
@@ -225,15 +257,57 @@ VALUES = ""
 
 def hold(units: Sequence[Unit], state: ShardedOptimizerState, cut: Cut, keys: Sequence[Mapping[str, torch.dtype]]) -> RankShards:
     """What this rank holds now. The values share memory with the units."""
-    vectors = []
-    for unit, own in zip(units, keys, strict=True):
-        by_position = {}
+    vectors: list[dict[int, dict[str, torch.Tensor]]] = [{} for _ in units]
+    scalars: list[dict[int, list[dict[str, Any]]]] = [{} for _ in units]
+    for number, (unit, own) in enumerate(zip(units, keys, strict=True)):
         for holding in unit.holdings:
             if holding.position is not None:
                 flat = {key: state.shard(unit, holding, key, dtype) for key, dtype in own.items()}
-                by_position[holding.position] = {VALUES: holding.shard, **flat}
-        vectors.append(by_position)
-    return RankShards(cut=cut, vectors=vectors)
+                vectors[number][holding.position] = {VALUES: holding.shard, **flat}
+                scalars[number][holding.position] = state.scalars_of(unit, holding)
+    return RankShards(cut=cut, vectors=vectors, scalars=scalars if any(unit.layout.whole_tensors for unit in units) else None)
+
+
+def vector_of(unit: Unit, shards: Mapping[str, torch.Tensor], name: str, dtype: torch.dtype) -> torch.Tensor:
+    """A vector of a shard; zeros where tensors are whole and none of those in the shard has such a state."""
+    if name in shards or not unit.layout.whole_tensors:
+        return shards[name]
+    return torch.zeros_like(shards[VALUES], dtype=dtype)
+
+
+def told_by_owners(
+    units: Sequence[Unit], sends: Mapping[int, int], mine: RankShards | None, peers: Messages
+) -> tuple[list[list[dict[str, Any]]], list[dict[str, torch.dtype]]]:
+    """Where tensors are whole, what `scalars` and `element_keys` are elsewhere: of all units, from those who send each position. A
+    collective; the same on all ranks afterwards.
+
+    Args:
+        sends, mine: see `newest_of` and `held_of`.
+
+    Raises:
+        ConfigurationError (STATE_UNSUPPORTED): the optimizer's state holds what cannot be carried.
+        MembershipChanged: the group is over.
+    """
+    own: dict[str, dict[str, Any]] = {}
+    for position in (p for p, rank in sends.items() if rank == peers.rank):
+        assert mine is not None
+        assert mine.scalars is not None
+        for number, by_position in enumerate(mine.scalars):
+            for index, state in enumerate(by_position[position]):
+                if state:
+                    own[f"{number}/{index}"] = state
+    structure, tensors = flatten(own)
+    scalars: list[list[dict[str, Any]]] = [[{} for _ in unit.parameters] for unit in units]
+    for told in peers.exchange(dump_tensors(tensors, {"structure": structure})):
+        received, about = load_tensors(told)
+        for name, state in unflatten(about["structure"], received).items():
+            number, _, index = name.partition("/")
+            scalars[int(number)][int(index)] = state
+    keys = [
+        dict.fromkeys(sorted({key for state in states for key in state.get(ELEMENTS, ())}), unit.dtype)
+        for unit, states in zip(units, scalars, strict=True)
+    ]
+    return scalars, keys
 
 
 def reshard(
@@ -252,7 +326,7 @@ def reshard(
 
     Args:
         held: the cuts of which this rank holds shards; none in a joiner.
-        scalars, keys: of the optimizer's state by unit; the same on all ranks.
+        scalars, keys: of the optimizer's state by unit; the same on all ranks. Where tensors are whole their owners tell them.
         number: of the new cut.
         division: of `peers`.
 
@@ -264,21 +338,25 @@ def reshard(
     told = newest_of(peers.all_gather_integers(rows_of(held)))
     old_world, sends = told.shards, told.senders()
     mine = held_of(held, told.cut)
+    if any(unit.layout.whole_tensors for unit in units):
+        scalars, keys = told_by_owners(units, sends, mine, peers)
     gets = [division.held(r) for r in range(world_size)]
     fresh: list[dict[int, dict[str, torch.Tensor]]] = []
     for index, unit in enumerate(units):
-        old, new = unit.layout.over(old_world).shard_numel, unit.layout.over(division.shards).shard_numel
-        table = runs(numel=unit.layout.numel, old_shard=old, new_shard=new, sends=sends, gets=gets)
+        old, new = unit.layout.over(old_world), unit.layout.over(division.shards)
+        table = runs(old=old, new=new, sends=sends, gets=gets)
         received, sent = sizes(table, rank)
         arrived: dict[int, dict[str, torch.Tensor]] = {position: {} for position in gets[rank]}
         for name, dtype in {VALUES: unit.dtype, **keys[index]}.items():
             here = mine.vectors[index] if mine is not None else {}
-            held_here = {position: vectors[name].to(unit.home.device) for position, vectors in here.items()}  # copies lie on the CPU
-            outgoing = message(table, rank, held_here or {0: torch.empty(0, dtype=dtype)}, old).to(unit.device)
+            held_here = {  # copies lie on the CPU
+                position: vector_of(unit, vectors, name, dtype).to(unit.home.device) for position, vectors in here.items()
+            }
+            outgoing = message(table, rank, held_here or {0: torch.empty(0, dtype=dtype)}).to(unit.device)
             incoming = torch.empty(sum(received), dtype=dtype, device=unit.device)
             peers.all_to_all(incoming, outgoing, received, sent)
-            shards = {position: torch.zeros(new, dtype=dtype, device=unit.home.device) for position in gets[rank]}
-            place(table, rank, incoming, shards, new)
+            shards = {position: torch.zeros(new.shard_numel, dtype=dtype, device=unit.home.device) for position in gets[rank]}
+            place(table, rank, incoming, shards)
             for position, shard in shards.items():
                 arrived[position][name] = shard
         fresh.append(arrived)

@@ -1,15 +1,15 @@
 """Parameters and optimizer state of one model, as this rank holds them: whole at first, then cut over the ranks of a group.
 
-It changes the cut, and it puts the whole together: for checkpoints, for operations between steps, for the user. It knows nothing of steps
-(`engine.py`) and of when units are gathered (`execution.py`). The training thread owns it.
+It changes the cut, and has the whole put together (`whole_vectors.py`): for checkpoints, for operations between steps, for the user. It
+knows nothing of steps (`engine.py`) and of when units are gathered (`execution.py`). The training thread owns it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from shoal_common.errors import PreconditionError
@@ -18,214 +18,32 @@ from torch import nn
 from shoal_worker.elastic.generation import Topology
 from shoal_worker.elastic.group import Channel, Group, LocalChannel
 from shoal_worker.engine.hidden_parameters import inside
-from shoal_worker.engine.holders import ShardHolders, ShardsLostError, plan_copies
+from shoal_worker.engine.holders import ShardsLostError
 from shoal_worker.engine.parameters import unsaved_buffers
 from shoal_worker.engine.state_in_parts import StateInParts, is_element
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.layout import Division, among_all
 from shoal_worker.sharding.resharding import (
-    ELEMENTS,
-    MOST_COPIES,
     VALUES,
     WHOLE,
     Cut,
     RankShards,
     ShardedOptimizerState,
     division_cut,
-    held_of,
     hold,
     merge_copies,
-    newest_of,
     reshard,
-    rows_of,
+    told_by_owners,
 )
 from shoal_worker.sharding.unit import Stage, Unit
+from shoal_worker.sharding.whole_vectors import ParameterIndex, agree, assemble, copy_singles, optimizer_state, own_runs, spread
 from shoal_worker.state.digest import digest_of, state_tensors
-from shoal_worker.state.tree import Run, StatePart
+from shoal_worker.state.tree import StatePart
 
-# --------------------------------------------------------------------------------------------------------------- putting vectors together
-#
-# Puts vectors together that are cut over ranks, in an operation between steps; or agrees on who writes which part of them.
-#
-# By messages to all members instead of an all-gather: in an operation the newest group may have spectators, and the shards may still be cut
-# for the group before, with mirrors in the place of ranks that are gone.
-#
-# Model and optimizer state in the form that one process would have: under the module's names, with whole shapes, indexed as torch's
-# optimizers do. What every strategy saves, and can load.
+_log = logging.getLogger(__name__)
 
-ParameterIndex = tuple[int, int]
-"""A parameter: index of its unit, and in the unit."""
-
-
-def optimizer_state(
-    places: Sequence[Sequence[ParameterIndex]],
-    settings: Sequence[Mapping[str, Any]],
-    units: Sequence[Unit],
-    scalars: Sequence[Sequence[Mapping[str, Any]]],
-    wholes: Sequence[Mapping[str, torch.Tensor]],
-) -> dict[str, Any]:
-    """Returns what `torch.optim.Optimizer.state_dict()` of one process would. `places`: the parameters of each group."""
-    state: dict[int, dict[str, Any]] = {}
-    groups, number = [], 0
-    for group, own in zip(places, settings, strict=True):
-        groups.append({**own, "params": list(range(number, number + len(group)))})
-        for unit_index, index in group:
-            unit = units[unit_index]
-            kept = dict(scalars[unit_index][index])
-            if kept:
-                for name in kept.pop(ELEMENTS):
-                    kept[name] = unit.layout.views(wholes[unit_index][name])[index]
-                state[number] = kept
-            number += 1
-    return {"state": state, "param_groups": groups}
-
-
-def spread(
-    places: Sequence[Sequence[ParameterIndex]], saved: Mapping[str, Any], units: Sequence[Unit], state: ShardedOptimizerState
-) -> None:
-    """Gives the pieces that the units hold their part of the optimizer state of `optimizer_state`."""
-    by_unit: list[list[dict[str, Any]]] = [[{} for _ in unit.parameters] for unit in units]
-    number = 0
-    for group in places:
-        for unit_index, index in group:
-            by_unit[unit_index][index] = dict(saved["state"].get(number, {}))
-            number += 1
-    for unit, states in zip(units, by_unit, strict=True):
-        vectors: dict[str, torch.Tensor] = {}
-        scalars: list[dict[str, Any]] = []
-        for index, (shape, own) in enumerate(zip(unit.layout.shapes, states, strict=True)):
-            scalars.append({ELEMENTS: []} if own else {})
-            for key, value in own.items():
-                if is_element(value, shape):
-                    flat = vectors.setdefault(key, torch.zeros(unit.layout.padded_numel, dtype=value.dtype, device=unit.device))
-                    unit.layout.views(flat)[index].copy_(value)
-                    scalars[index][ELEMENTS].append(key)
-                else:
-                    scalars[index][key] = value
-        size = unit.layout.shard_numel
-        held = [holding.position for holding in unit.holdings if holding.position is not None]
-        shards = {where: {key: flat[where * size : (where + 1) * size] for key, flat in vectors.items()} for where in held}
-        state.replace(unit, scalars, shards)
-
-
-def assemble(
-    units: Sequence[Unit], held: Sequence[RankShards], keys: Sequence[Mapping[str, torch.dtype]], channel: Channel
-) -> list[dict[str, torch.Tensor]]:
-    """The whole vectors of each unit, flat, without padding; perhaps the very ones that are held.
-
-    `held`, `keys`: see `reshard`; no keys give the values alone.
-
-    Raises:
-        ShardsLostError: no cut is complete any more.
-        MembershipChanged: the group is over.
-    """
-    sends, mine, everywhere = _agree(held, channel)
-    world_size = len(sends)
-    if world_size == 1 and mine is not None and everywhere:
-        return [vectors[0] for vectors in mine.vectors]
-    wholes = []
-    for index, unit in enumerate(units):
-        whole: dict[str, torch.Tensor] = {}
-        size = unit.layout.over(world_size).shard_numel
-        for name, dtype in {VALUES: unit.dtype, **keys[index]}.items():
-            sent = [p for p in range(world_size) if sends[p] == channel.rank]
-            payload = b"".join(_bytes(mine.vectors[index][p][name]) for p in sent) if mine is not None else b""
-            answers = channel.exchange(payload)
-            flat = torch.empty(size * world_size, dtype=dtype)
-            for rank, answer in enumerate(answers):
-                positions = [p for p in range(world_size) if sends[p] == rank]
-                if positions:
-                    received = torch.frombuffer(bytearray(answer), dtype=dtype).view(len(positions), size)
-                    flat.view(world_size, size)[positions] = received
-            whole[name] = flat[: unit.layout.numel].to(unit.device)
-        wholes.append(whole)
-    return wholes
-
-
-def own_runs(
-    units: Sequence[Unit], held: Sequence[RankShards], outlines: Sequence[Mapping[str, torch.Tensor]], channel: Channel
-) -> tuple[int, dict[int, list[Run]]]:
-    """Into how many shards the vectors are cut, and the runs of those that this rank is to write: over all ranks each is written once.
-
-    Args:
-        held: see `reshard`.
-        outlines: the vectors of each unit, on the meta device.
-
-    Raises:
-        ShardsLostError: no cut is complete any more.
-        MembershipChanged: the group is over.
-    """
-    sends, mine, _ = _agree(held, channel)
-    shards: dict[int, list[Run]] = {}
-    for position in (p for p, rank in sends.items() if rank == channel.rank):
-        assert mine is not None
-        shards[position] = [
-            Run(vector=outline, begin=position * unit.layout.over(len(sends)).shard_numel, values=vectors[position][name])
-            for unit, vectors, own in zip(units, mine.vectors, outlines, strict=True)
-            for name, outline in own.items()
-        ]
-    return len(sends), shards
-
-
-def copy_singles(
-    units: Sequence[Unit],
-    held: Sequence[RankShards],
-    keys: Sequence[Mapping[str, torch.dtype]],
-    channel: Channel,
-    leaving: Collection[int],
-) -> tuple[ShardHolders[int], list[dict[int, dict[str, torch.Tensor]]]] | None:
-    """Copies each shard that one rank alone has to another rank, of the newest cut that is complete. Returns that cut and what this rank is
-    to keep, by unit and position; None, on all ranks alike: nothing has to be copied.
-
-    `held`, `keys`: see `reshard`. `leaving`: ranks that are about to leave: what they hold does not count, and they keep nothing.
-
-    Raises:
-        MembershipChanged: the group is over.
-    """
-    try:
-        told = newest_of(_told(held, channel))
-    except ShardsLostError:
-        return None  # cutting it anew says so
-    copies = plan_copies(told, range(channel.world_size), leaving, most=MOST_COPIES) if told.shards > 1 else []
-    if not copies:
-        return None
-    mine = held_of(held, told.cut)
-    kept: list[dict[int, dict[str, torch.Tensor]]] = []
-    for index, unit in enumerate(units):
-        size = unit.layout.over(told.shards).shard_numel
-        vectors = {VALUES: unit.dtype, **keys[index]}
-        sent = [copy.place for copy in copies if copy.sender == channel.rank]
-        answers = channel.exchange(b"".join(_bytes(mine.vectors[index][p][name]) for p in sent for name in vectors) if mine else b"")
-        arrived: dict[int, dict[str, torch.Tensor]] = {}
-        offsets = dict.fromkeys(range(channel.world_size), 0)
-        for copy in copies:
-            for name, dtype in vectors.items():
-                begin, offsets[copy.sender] = offsets[copy.sender], offsets[copy.sender] + size * dtype.itemsize
-                if copy.keeper == channel.rank:
-                    data = bytearray(answers[copy.sender][begin : offsets[copy.sender]])
-                    arrived.setdefault(copy.place, {})[name] = torch.frombuffer(data, dtype=dtype)
-        kept.append(arrived)
-    return told, kept
-
-
-def _agree(held: Sequence[RankShards], channel: Channel) -> tuple[dict[int, int], RankShards | None, bool]:
-    """Returns, for the newest cut that is complete: the rank that sends each position, what this rank has of it, and whether every rank has
-    every position."""
-    told = newest_of(_told(held, channel))
-    everywhere = all(len(told.holders.get(position, ())) == channel.world_size for position in range(told.shards))
-    return told.senders(), held_of(held, told.cut), everywhere
-
-
-def _told(held: Sequence[RankShards], channel: Channel) -> list[list[int]]:
-    return [json.loads(told) for told in channel.exchange(json.dumps(rows_of(held)).encode())]
-
-
-def _bytes(shard: torch.Tensor) -> bytes:
-    # A copy: a storage that numpy has seen cannot be given back.
-    return shard.detach().to("cpu", copy=True).view(torch.uint8).numpy().tobytes()
-
-
-# ------------------------------------------------------------------------------------------------------------------------------ the state
+_MUCH_PADDING: Final = 2.0
+"""Times the model's size."""
 
 
 class ShardedState(StateInParts):
@@ -252,9 +70,17 @@ class ShardedState(StateInParts):
         self._places: list[list[ParameterIndex]] = []
         """The parameters of the optimizer's groups, in the user's order."""
         self._state = ShardedOptimizerState(None)
+        self.whole_tensors = False
+        """The optimizer looks at whole tensors: each has one owner."""
         self._scalars: list[list[dict[str, Any]]] = [[{} for _ in unit.parameters] for unit in self.units]
         self._keys: list[dict[str, torch.dtype]] = [{} for _ in self.units]
         """Names and dtypes of the optimizer's state, in a joiner that has got no shards yet."""
+
+    def keep_tensors_whole(self) -> None:
+        """No tensor is ever cut. Before `use_optimizer`, and before the first cut."""
+        self.whole_tensors = True
+        for number, unit in enumerate(self.units):
+            unit.keep_tensors_whole(number)
 
     def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """See `StateInParts`: it updates pieces."""
@@ -266,7 +92,7 @@ class ShardedState(StateInParts):
         for (u, i), own in made.items():
             piece = self.units[u].own.pieces[i]
             optimizer.state[piece] = {
-                key: value.detach().to(piece.device).flatten() if isinstance(value, torch.Tensor) and value.dim() else value
+                key: value.detach().to(piece.device).reshape(piece.shape) if is_element(value, self.units[u].layout.shapes[i]) else value
                 for key, value in own.items()
             }
         self.optimizer = optimizer
@@ -287,6 +113,7 @@ class ShardedState(StateInParts):
             self._state.cut(unit, self._state.element_keys(unit), cut.world_size, cut.position, cut.mirrored)
         self._execution.free_all()
         self.cut = cut
+        self._warn_of_padding()
 
     def regroup(self, group: Group) -> None:
         """Cuts it for the ranks of another group, out of the shards that they hold. A collective.
@@ -304,12 +131,24 @@ class ShardedState(StateInParts):
         if self.cut is not None:
             self._scalars = [self._state.scalars(unit) for unit in self.units]
             self._keys = [self._state.element_keys(unit) for unit in self.units]
-        held = self._held(self._keys)
+        held = self._held()
         division = self._divide(group.generation.topology)
         cut, self._before = reshard(self.units, self._state, held, self._scalars, self._keys, group, number=number, division=division)
         self.cut, self.division, self._copies = cut, division, []
+        self._warn_of_padding()
         if self._stage is not Stage.PARAMETERS:
             self._execution.gather_all()
+
+    def _warn_of_padding(self) -> None:
+        """Where tensors are whole a unit's shards are as long as its largest owner's."""
+        whole, padded = sum(unit.layout.numel for unit in self.units), sum(unit.layout.padded_numel for unit in self.units)
+        if self.whole_tensors and padded > _MUCH_PADDING * whole:
+            _log.warning(
+                "whole tensors over %d ranks: what is gathered and reduced at once has few large tensors, and is padded to %.1f times the "
+                "model's size, in memory and on the wire; make it larger, with bucket_cap_mb= (zero1, zero2) or shard_modules=",
+                self.division.shards,
+                padded / whole,
+            )
 
     def updated(self) -> None:
         """The optimizer has stepped."""
@@ -324,10 +163,14 @@ class ShardedState(StateInParts):
     def copy_singles(self, channel: Channel, leaving: Collection[int]) -> None:
         """See `TrainingEngine.keep_two_copies`."""
         if self.cut is not None:
-            keys = [self._state.element_keys(unit) for unit in self.units]
-            copied = copy_singles(self.units, self._held(keys), keys, channel, leaving)
+            try:
+                held, scalars, keys = self._agreed(channel)
+            except ShardsLostError:
+                return  # cutting it anew says so
+            copied = copy_singles(self.units, held, keys, channel, leaving)
             if copied is not None:
-                self._copies = merge_copies(self._copies, *copied)  # first: who leaves does so when it has heard of all the others below
+                # First: who leaves does so when it has heard of all the others below.
+                self._copies = merge_copies(self._copies, *copied, scalars if self.whole_tensors else None)
                 channel.exchange(b"")
 
     def in_common(self) -> dict[str, int]:
@@ -345,10 +188,20 @@ class ShardedState(StateInParts):
                 digests["the parameters"] = digest_of(parameter for unit in self.units for parameter in unit.parameters)
         return digests
 
-    def _held(self, keys: Sequence[Mapping[str, torch.dtype]]) -> list[RankShards]:
+    def _held(self, *, values_alone: bool = False) -> list[RankShards]:
         """The cuts of which this rank holds shards."""
+        keys = [{} if values_alone else self._state.element_keys(unit) for unit in self.units]
         held = [hold(self.units, self._state, self.cut, keys)] if self.cut is not None else []
         return held + ([self._before] if self._before is not None else []) + self._copies
+
+    def _agreed(self, channel: Channel) -> tuple[list[RankShards], list[list[dict[str, Any]]], list[dict[str, torch.dtype]]]:
+        """What this rank holds, and the scalars and keys of the whole state, which the owners of whole tensors tell. Part of an operation.
+        Raises as `regroup`."""
+        held = self._held()
+        if self.whole_tensors:
+            sends, mine, _ = agree(held, channel)
+            return held, *told_by_owners(self.units, sends, mine, channel)
+        return held, [self._state.scalars(unit) for unit in self.units], [self._state.element_keys(unit) for unit in self.units]
 
     # ------------------------------------------------------------------------------------------- what every rank has of it
 
@@ -359,7 +212,7 @@ class ShardedState(StateInParts):
             "unsaved": unsaved_buffers(self.module),
             "buffers": {name: value for name, value in self._named_tensors().items() if name not in parameters},
             "settings": self.settings,
-            "scalars": [self._state.scalars(unit) for unit in self.units],
+            "scalars": [[{} for _ in unit.parameters] if self.whole_tensors else self._state.scalars(unit) for unit in self.units],
             "keys": [{k: str(v).removeprefix("torch.") for k, v in self._state.element_keys(unit).items()} for unit in self.units],
         }
 
@@ -377,31 +230,33 @@ class ShardedState(StateInParts):
 
     def assemble(self, channel: Channel) -> dict[str, Any]:
         """See `StateInParts`."""
-        keys = [self._state.element_keys(unit) for unit in self.units]
-        return self._as_one_process(assemble(self.units, self._held(keys), keys, channel))
+        held, scalars, keys = self._agreed(channel)
+        return self._as_one_process(assemble(self.units, held, keys, channel), scalars)
 
     def capture_whole(self) -> dict[str, Any]:
         """Returns a state that is not cut, in the form that `assemble` returns."""
         keys = [self._state.element_keys(unit) for unit in self.units]
-        return self._as_one_process([vectors[0] for vectors in hold(self.units, self._state, WHOLE, keys).vectors])
+        scalars = [self._state.scalars(unit) for unit in self.units]
+        return self._as_one_process([vectors[0] for vectors in hold(self.units, self._state, WHOLE, keys).vectors], scalars)
 
     def part(self, channel: Channel) -> StatePart | None:
         """This rank's part of what `assemble` gives; None: it holds the whole. Part of an operation. Raises as `regroup`."""
         if self.cut is None or isinstance(channel, LocalChannel):
             return None
-        keys = [self._state.element_keys(unit) for unit in self.units]
+        held, scalars, keys = self._agreed(channel)
         outlines = [
             {name: torch.empty(unit.layout.numel, dtype=dtype, device="meta") for name, dtype in {VALUES: unit.dtype, **own}.items()}
             for unit, own in zip(self.units, keys, strict=True)
         ]
-        count, shards = own_runs(self.units, self._held(keys), outlines, channel)
+        count, shards = own_runs(self.units, held, outlines, channel)
         if count == 1:
             return None
-        return StatePart(state=self._as_one_process(outlines), count=count, shards=shards)
+        return StatePart(state=self._as_one_process(outlines, scalars), count=count, shards=shards)
 
-    def _as_one_process(self, wholes: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, Any]:
-        """The state with these vectors of the units."""
-        scalars = [self._state.scalars(unit) for unit in self.units]
+    def _as_one_process(
+        self, wholes: Sequence[Mapping[str, torch.Tensor]], scalars: Sequence[Sequence[Mapping[str, Any]]]
+    ) -> dict[str, Any]:
+        """The state with these vectors of the units, and this beside them."""
         saved = optimizer_state(self._places, self.settings, self.units, scalars, wholes) if self.optimizer is not None else None
         unsaved = unsaved_buffers(self.module)
         return {"model": self._named(wholes), "optimizer": saved} | ({"buffers": unsaved} if unsaved else {})
@@ -437,7 +292,7 @@ class ShardedState(StateInParts):
         if isinstance(channel, LocalChannel) and self.cut.world_size > 1:
             raise PreconditionError("the job was stopped and its ranks are gone: the parameters are not whole on any of them")
         nothing: list[dict[str, torch.dtype]] = [{} for _ in self.units]
-        return assemble(self.units, self._held(nothing), nothing, channel)
+        return assemble(self.units, self._held(values_alone=True), nothing, channel)
 
     def make_whole_again(self, channel: Channel) -> None:
         """Where some rank has not cut its state yet and others have, for ranks of which some may be gone: all have it whole afterwards. It
@@ -504,7 +359,7 @@ class ShardedState(StateInParts):
         views = {
             id(parameter): view
             for unit, whole in zip(self.units, wholes, strict=True)
-            for parameter, view in zip(unit.parameters, unit.layout.views(whole[VALUES]), strict=True)
+            for parameter, view in zip(unit.parameters, unit.layout.over(1).views(whole[VALUES]), strict=True)
         }
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         named = self._named_tensors()

@@ -25,6 +25,7 @@ import enum
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -147,28 +148,32 @@ class Holding:
         """Whose it is; None: it is empty."""
         self.shard = torch.empty(0, dtype=unit.dtype, device=unit.home.device)
         self.pieces = tuple(nn.Parameter(self.shard, requires_grad=unit.trained) for _ in unit.parameters)
-        """Its part of each parameter, one-dimensional: what the optimizer updates. The same objects for ever, with other memory after each
-        `hold`."""
+        """Its part of each parameter, one-dimensional, or whole: what the optimizer updates. The same objects for ever, with other memory
+        after each `hold`."""
         self.cuts: tuple[Piece, ...] = ()
+        self._whole_tensors = False
         self.gradient: torch.Tensor | None = None
         """Summed over the ranks; None: not reduced in this step."""
 
     def hold(self, position: int | None, shard: torch.Tensor, layout: UnitLayout) -> None:
         """Holds the shard of a position; None: nothing."""
         self.position, self.shard, self.gradient = position, shard, None
+        self._whole_tensors = layout.whole_tensors
         self.cuts = layout.pieces(position) if position is not None else tuple(Piece(parameter=i) for i in range(len(layout.shapes)))
         for piece, cut in zip(self.pieces, self.cuts, strict=True):
-            piece.data = shard[cut.offset : cut.offset + cut.length]
             piece.grad = None
+            piece.data = layout.piece(shard, cut)
 
     def hand_out(self, divisor: float, present: Sequence[bool]) -> None:
-        """Gives the optimizer its gradients: the sum over `divisor`; None for parameters that no rank used (`present`)."""
+        """Gives the optimizer its gradients: the sum over `divisor`; None for parameters that no rank used (`present`), and for those of
+        other ranks where tensors are whole: an optimizer that looks at more than an element need not take an empty tensor."""
         gradient, self.gradient = self.gradient, None
         for piece, cut, here in zip(self.pieces, self.cuts, present, strict=True):
-            if gradient is None or not here:
+            if gradient is None or not here or (self._whole_tensors and not cut.length):
                 piece.grad = None
             else:
-                piece.grad = (gradient[cut.offset : cut.offset + cut.length] / divisor).to(piece.device, piece.dtype)
+                own = gradient[cut.offset : cut.offset + cut.length] / divisor
+                piece.grad = own.view(piece.shape).to(piece.device, piece.dtype)
 
     def forget_gradients(self) -> None:
         """Nothing is summed and nothing handed out."""
@@ -255,15 +260,20 @@ class Unit:
 
     # ---------------------------------------------------------------------------------------------------------------- layout
 
+    def keep_tensors_whole(self, turn: int) -> None:
+        """From the first cut on, no parameter is cut. Before it, parameters are whole here anyway. `turn`: see `UnitLayout`."""
+        assert self.layout.world_size == 1
+        self.layout = replace(self.layout, whole_tensors=True, turn=turn)
+        self.own.hold(0, self._full, self.layout)
+
     def cut(self, world_size: int, position: int, mirrored: int | None) -> None:
         """Cuts parameters that are whole here into so many shards, and holds two of them."""
         assert self._gathered
         self.finish_gathering()
-        whole = self._full[: self.layout.numel]
+        whole = self.layout.in_order(self._full)
         self._replace(self.layout.over(world_size), self._whole_dtype)
-        self._full[: self.layout.numel] = whole
-        size = self.layout.shard_numel
-        self._hold(position, mirrored, lambda where: whole[where * size : (where + 1) * size])
+        self._put(whole)
+        self._hold(position, mirrored, lambda where: self.layout.shard_of(whole, where))
 
     def adopt(self, world_size: int, shards: Mapping[int, torch.Tensor], position: int, mirrored: int | None) -> None:
         """Holds shards that were cut for so many ranks; the other elements are fetched when they are needed."""
@@ -287,7 +297,7 @@ class Unit:
         """The whole values, from elsewhere than a gathering; the cut stays."""
         self.finish_gathering()
         self._allocate()
-        self._full[: self.layout.numel] = flat
+        self._put(flat)
         self._gathered = True
 
     def load(self, values: Sequence[torch.Tensor]) -> None:
@@ -302,6 +312,11 @@ class Unit:
                 holding.shard.copy_(whole[holding.position * size : (holding.position + 1) * size])
         if self._full.untyped_storage().nbytes():
             self._full.copy_(whole)
+
+    def _put(self, elements: torch.Tensor) -> None:
+        """The whole values, in the order of the parameters."""
+        for view, value in zip(self._views, self.layout.over(1).views(elements), strict=True):
+            view.copy_(value)
 
     def _replace(self, layout: UnitLayout, dtype: torch.dtype) -> None:
         self.layout, self.resident = layout, False
@@ -323,7 +338,7 @@ class Unit:
         return self._full[position * self.layout.shard_numel : (position + 1) * self.layout.shard_numel]
 
     def _hold(self, position: int, mirrored: int | None, values: Callable[[int], torch.Tensor]) -> None:
-        """`values`: of the shard at a position; the last one may lack its padding."""
+        """`values`: of the shard at a position."""
         for holding, where in ((self.own, position), (self.mirror, mirrored)):
             if where is None:
                 shard = self.home.empty(0, self.dtype)
@@ -333,8 +348,7 @@ class Unit:
             else:
                 shard = self._slot(where)  # a part of the parameters: it costs nothing
             if where is not None:
-                given = values(where)
-                shard[: given.numel()] = given
+                shard.copy_(values(where))
             holding.hold(where, shard, self.layout)
 
     # ------------------------------------------------------------------------------------------------------------- parameters
@@ -415,7 +429,7 @@ class Unit:
         """What was added of one parameter's gradient and is not reduced yet, in the parameter's shape."""
         if self._gradient is None:
             self._gradient = torch.zeros(self.layout.padded_numel, dtype=self.sum_dtype, device=self.device)
-        begins = sum(self.layout.numels[:index])
+        begins = self.layout.starts[index]
         return self._gradient[begins : begins + self.layout.numels[index]].view(self.layout.shapes[index])
 
     def start_reducing(self, collectives: Collectives) -> Reducing:

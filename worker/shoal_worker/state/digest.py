@@ -105,6 +105,8 @@ SAMPLES: Final = "what is known of the dataset's samples"
 """In what a loader deals by: its dataset's identity."""
 DRAWN: Final = "what the sampler drew"
 """In what a loader deals by: a digest of the epoch's order."""
+STREAMED: Final = "what the stream gave"
+"""In what a loader deals by: how many items were read of it up to the end of the step, a digest of them, and whether it ends there."""
 
 _ROWS: Final = 1 << 16
 """At most so many rows of a tensor are looked at, evenly spaced."""

@@ -24,13 +24,19 @@ def check_tensors_fit(tensors: Mapping[str, torch.Tensor], module: nn.Module, sh
     differing = sorted(set(tensors) ^ set(shapes)) or [name for name, shape in shapes.items() if tensors[name].shape != shape]
     if differing:
         raise CorruptDataError(
-            f"the state is of another model than this {type(module).__name__}: names or shapes differ, {differing[:3]} among them",
+            f"the state is of another model than this {type(module).__name__}: names or shapes differ, {differing[:3]} among them; "
+            "load it into the model that saved it",
             reason="MODEL_DIFFERS",
         )
 
 
 ELEMENTWISE: Final = frozenset({"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD"})
 """Optimizers of torch.optim that update each element from its own gradient and state alone. So their state has the parameters' shapes."""
+
+WHOLE_TENSORS: Final = frozenset({"Adafactor", "Muon", "LAMB", "RowWiseAdagrad"})
+"""Optimizers of torch.optim and shoal.optim that update each tensor from its own gradient and state alone, but not each element."""
+ACROSS_TENSORS: Final = frozenset({"LBFGS"})
+"""Optimizers of torch.optim whose update of a tensor depends on other tensors."""
 
 
 def check_fits(saved: Any, optimizer: torch.optim.Optimizer, shapes: Sequence[Sequence[torch.Size]]) -> None:
@@ -61,7 +67,10 @@ def check_fits(saved: Any, optimizer: torch.optim.Optimizer, shapes: Sequence[Se
 
 
 def _differs(what: str) -> CorruptDataError:
-    return CorruptDataError(f"the state is of another optimizer: {what}; nothing was changed", reason="OPTIMIZER_DIFFERS")
+    return CorruptDataError(
+        f"the state is of another optimizer: {what}; nothing was changed; load it into the optimizer that saved it",
+        reason="OPTIMIZER_DIFFERS",
+    )
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, *, elementwise: bool) -> None:
@@ -71,5 +80,36 @@ def check_elementwise(optimizer: torch.optim.Optimizer, *, elementwise: bool) ->
             f"parameters are cut into flat pieces, and {type(optimizer).__name__} is not known to treat each element by itself; use "
             f"one of {', '.join(sorted(ELEMENTWISE))}, or say elementwise_optimizer=True if it does"
         )
+    _check_fresh(optimizer)
+
+
+def takes_whole_tensors(optimizer: torch.optim.Optimizer, *, elementwise: bool, whole_tensors: bool | None) -> bool:
+    """Whether an optimizer must see whole tensors. `elementwise`, `whole_tensors`: what the user says of it.
+
+    Raises:
+        ConfigurationError: it is not known and nothing is said of it, what is said cannot be, or it has stepped before.
+    """
+    name = type(optimizer).__name__
+    if name in ACROSS_TENSORS:
+        raise ConfigurationError(
+            f"{name} updates all parameters together, from sums over all of them, and no rank has them all here: take strategy='ddp', or "
+            f"an optimizer that takes each tensor by itself ({', '.join(sorted(WHOLE_TENSORS))} among them)"
+        )
+    if elementwise and (whole_tensors or name in WHOLE_TENSORS):
+        reason = "whole_tensors=True says that it looks at whole tensors" if whole_tensors else "it looks at whole tensors"
+        raise ConfigurationError(f"elementwise_optimizer=True with {name}: {reason}; leave elementwise_optimizer out")
+    if whole_tensors is False and name in WHOLE_TENSORS:
+        raise ConfigurationError(f"whole_tensors=False with {name}, which looks at whole tensors: leave whole_tensors out")
+    if not elementwise and not whole_tensors and name not in ELEMENTWISE | WHOLE_TENSORS:
+        raise ConfigurationError(
+            f"{name} is not known: parameters can be cut into flat pieces if it treats each element by itself (say "
+            "elementwise_optimizer=True), and must be dealt whole to the ranks if it looks at a whole tensor (say whole_tensors=True); an "
+            "optimizer that joins several tensors needs strategy='ddp'"
+        )
+    _check_fresh(optimizer)
+    return bool(whole_tensors) or name in WHOLE_TENSORS
+
+
+def _check_fresh(optimizer: torch.optim.Optimizer) -> None:
     if any(float(own.get("step", 1)) > 0 for own in optimizer.state.values()):
         raise ConfigurationError("the optimizer has stepped before: call as_distributed first, then load its state")

@@ -29,6 +29,8 @@ class DDPModel(ShardedModel):
         compressor="powersgd",
         complex_parameters=True,
         sparse_tables=True,
+        synchronized_norms=True,
+        several_models=True,
     )
 
     def no_sync(self) -> AbstractContextManager[None]:

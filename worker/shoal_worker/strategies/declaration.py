@@ -33,5 +33,9 @@ class Strategy:
     """The compressor that suits it over slow links; None: it takes no `gradient_compression=`."""
     complex_parameters: bool = False
     """It trains complex parameters."""
+    synchronized_norms: bool = False
+    """It trains models with SyncBatchNorm layers, which normalize over all ranks."""
     sparse_tables: bool = False
     """It trains models with sparse tables."""
+    several_models: bool = False
+    """It trains several models in one loop, each with an optimizer."""

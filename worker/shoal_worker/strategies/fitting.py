@@ -20,13 +20,13 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import TensorDataset
 
-from shoal_worker.data.loader import ElasticDataLoader
+from shoal_worker.data.loader import ElasticDataLoader, EvaluationBatches
+from shoal_worker.data.streams import is_stream
 from shoal_worker.elastic.evaluation import Patience, evaluate
 from shoal_worker.elastic.loader_interface import StepStatus
-from shoal_worker.engine.base import Loss
+from shoal_worker.engine.passes import Loss
 
 if TYPE_CHECKING:
-    from shoal_worker.data.loader import EvaluationBatches
     from shoal_worker.elastic.group import Channel
     from shoal_worker.elastic.session import Session
     from shoal_worker.strategies.model import ShardedModel
@@ -165,10 +165,10 @@ def fit(session: Session, model: ShardedModel, optimizer: Optimizer, data: Optim
     """See `ShardedOptimizer.optimize`."""
     if not isinstance(data, OptimizationInputData):
         raise ConfigurationError(f"optimize({type(data).__name__}): expected a shoal.OptimizationInputData")
-    if model.config.loss_reduction != "mean":
+    if model.sharding_config.loss_reduction != "mean":
         raise ConfigurationError(
-            f"optimize() with loss_reduction={model.config.loss_reduction!r}: what it tells and decides by are means over samples; leave "
-            "it out, with a loss_fn that is a mean"
+            f"optimize() with loss_reduction={model.sharding_config.loss_reduction!r}: what it tells and decides by are means over "
+            "samples; leave it out, with a loss_fn that is a mean"
         )
     name = next(name for number in itertools.count(1) if session.registered.find(name := f"optimize-{number}") is None)
     progress = _Progress(mode=data.mode, min_delta=data.min_delta, patience=data.patience)
@@ -257,7 +257,9 @@ def _validate(session: Session, model: ShardedModel, data: OptimizationInputData
         samples, (inputs, targets) = counted
         return {"sum": float(measure(model.predict(inputs), targets)) * samples, "samples": float(samples)}
 
-    found = evaluate(session, model, _Counted(loader.evaluation_batches()), sums)
+    batches = loader.evaluation_batches()
+    assert isinstance(batches, EvaluationBatches)  # `_dataset`
+    found = evaluate(session, model, _Counted(batches), sums)
     return found["sum"] / found["samples"]
 
 
@@ -284,6 +286,11 @@ def _validation_loader(data: OptimizationInputData) -> ElasticDataLoader | None:
 
 
 def _dataset(given: Any, what: str) -> Any:
+    if is_stream(given):
+        raise ConfigurationError(
+            f"{what}: {type(given).__qualname__} is a stream, and optimize() counts samples by a dataset's length: write the loop "
+            "yourself, over an ElasticDataLoader, or give a dataset with __len__ and __getitem__(index)"
+        )
     if not isinstance(given, Sequence) or not all(isinstance(part, torch.Tensor) for part in given):
         return given
     if len(given) != 2 or len(given[0]) != len(given[1]):

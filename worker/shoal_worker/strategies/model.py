@@ -18,8 +18,10 @@ from shoal_worker.checkpoint.writer import on_first
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.elastic.group import Channel
 from shoal_worker.elastic.session import Session
-from shoal_worker.engine.base import Engine, Loss, Setup
+from shoal_worker.engine.base import Engine, Setup
+from shoal_worker.engine.model_session import ModelSession
 from shoal_worker.engine.parameter_groups import checkpoint_activations
+from shoal_worker.engine.passes import Loss
 from shoal_worker.state.serial import dump_tensors, load_tensors, read_tensors, write_file
 from shoal_worker.strategies.declaration import Strategy
 
@@ -27,7 +29,8 @@ from shoal_worker.strategies.declaration import Strategy
 class ShardedModel(nn.Module):
     """A model that several ranks train together.
 
-    `model.module` is the user's own, and stays what it is; attributes that this class lacks are looked up there.
+    `model.module` is the user's own, and stays what it is; attributes that this class lacks are looked up there: a `config`, say, as the
+    models of transformers have one. How it is sharded is in `model.sharding_config`.
     """
 
     declaration: ClassVar[Strategy]
@@ -40,8 +43,18 @@ class ShardedModel(nn.Module):
         if "declaration" in cls.__dict__:
             cls.strategy = cls.declaration.name
 
-    def __init__(self, module: nn.Module, session: Session, config: ShardingConfiguration, *, backend: str | None, **options: Any) -> None:
-        """`backend`: None chooses by the session's device. `options`: those that the strategy declares.
+    def __init__(
+        self,
+        module: nn.Module,
+        session: Session,
+        config: ShardingConfiguration,
+        *,
+        backend: str | None,
+        among: ModelSession | None = None,
+        **options: Any,
+    ) -> None:
+        """`backend`: None chooses by the session's device. `among`: the session of this model where it is one of several; None: it is
+        alone. `options`: those that the strategy declares.
 
         Raises:
             ConfigurationError: the strategy cannot train it so.
@@ -50,9 +63,10 @@ class ShardedModel(nn.Module):
         # What torch.compile gave is called, but state is named as in the user's own module.
         self._call: Callable[..., Any] = module.__call__
         self.module = getattr(module, "_orig_mod", module)
-        self.config = config
+        self.sharding_config = config
         self.backend_name = backend or session.default_backend
         self._session = session
+        self._among = among
         self._options = options
         if session.device.type == "cuda":
             torch.cuda.set_device(session.device)  # NCCL binds groups to it, and ranks of one host must not share one
@@ -60,9 +74,14 @@ class ShardedModel(nn.Module):
         self.on_before_initialize_sharding()
         self.initialize_sharding()
 
+    @property
+    def is_one_of_several(self) -> bool:
+        """Others are trained in the same loop."""
+        return self._among is not None
+
     def on_before_initialize_sharding(self) -> None:
-        """Hook for subclasses: called once, before anything is sharded. `self.module` and `self.config` are there, and may be changed; what
-        an engine does (`state_dict`, `to`, `full_state_dict`, ...) is not."""
+        """Hook for subclasses: called once, before anything is sharded. `self.module` and `self.sharding_config` are there, and may be
+        changed; what an engine does (`state_dict`, `to`, `full_state_dict`, ...) is not."""
 
     def initialize_sharding(self) -> None:
         """Makes the engine, which lays the module out over the ranks. Called once, by the constructor."""
@@ -85,10 +104,11 @@ class ShardedModel(nn.Module):
                 call=self._call,
                 model=call_model,
                 show=show,
-                session=self._session,
-                config=self.config,
+                session=self._among or self._session,
+                config=self.sharding_config,
                 backend_name=self.backend_name,
                 options=self._options,
+                several=self._among is not None,
             )
         )
 
@@ -111,6 +131,8 @@ class ShardedModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass; in training its backward pass reduces the gradients, where the strategy does."""
+        if self._among is not None and torch.is_grad_enabled() and self._among.frozen:
+            return self.engine.forward_frozen(*args, **kwargs)
         return self.engine.forward(*args, **kwargs)
 
     def train_step(self, inputs: Any, targets: Any = None, loss_fn: Loss | None = None) -> torch.Tensor:
@@ -126,6 +148,17 @@ class ShardedModel(nn.Module):
         """The forward pass in evaluation mode, without gradients; each module's mode is put back afterwards. All ranks of a replica call
         it, with the same inputs, and get the same outputs."""
         return self.engine.predict(inputs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own `generate`: transformers' models have one. With `tensor` all ranks of a replica call it, with the same inputs,
+        and get the same tokens, sampled ones too. Outside of `shoal.evaluate` a death meanwhile ends the scripts of the other ranks.
+
+        Raises:
+            AttributeError: the module has none.
+            PreconditionError: parameters come together for one pass at a time, and ranks whose texts end earlier would leave the others
+                waiting: `model.clone().generate(...)`, called on every rank, generates with a copy.
+        """
+        return self.engine.generate(*args, **kwargs)
 
     def loss_parallel(self) -> AbstractContextManager[None]:
         """Put around a loss that is computed outside of a model made with `loss_parallel=True`: its logits are split over the vocabulary.
@@ -216,7 +249,9 @@ class ShardedModel(nn.Module):
 
     def clone(self) -> nn.Module:
         """A copy of the whole model as it is now, to keep, evaluate or save. It takes no part in training. Every rank calls it."""
-        return self.engine.clone(lambda module: type(self)(module, self._session, self.config, backend=self.backend_name, **self._options))
+        return self.engine.clone(
+            lambda module: type(self)(module, self._session, self.sharding_config, backend=self.backend_name, **self._options)
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A clone: what AveragedModel and other keepers of moving averages ask for. Every rank calls it."""

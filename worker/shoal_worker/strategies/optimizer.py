@@ -161,7 +161,12 @@ class ShardedOptimizer(ForwardingOptimizer):
 
         It survives faults as a loop of the user's does. After `shoal.resume` it goes on where the checkpoint was saved, from `on_epoch`
         say. The model ends as the last step left it.
+
+        Raises:
+            ConfigurationError: the model is one of several, whose batches end with the steps of all their optimizers.
         """
+        if self._model.is_one_of_several:
+            raise ConfigurationError("optimize(data) trains one model, and as_distributed was given several: write their loop out")
         return fit(self._session, self._model, self, data)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from shoal_common.errors import ConfigurationError
+from torch import nn
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from shoal_worker.config import ShardingConfiguration
     from shoal_worker.elastic.session import Session
+    from shoal_worker.engine.model_session import ModelSession
     from shoal_worker.strategies.declaration import Strategy
     from shoal_worker.strategies.model import ShardedModel
     from shoal_worker.strategies.optimizer import ShardedOptimizer
@@ -80,8 +81,9 @@ def build(
     *,
     backend: str | None,
     options: dict[str, Any],
+    among: ModelSession | None = None,
 ) -> tuple[ShardedModel, ShardedOptimizer | None]:
-    """Makes the two halves of a strategy and joins them to the session.
+    """Makes the two halves of a strategy and joins them to the session. `among`: its session as one of several models.
 
     Raises:
         ConfigurationError: options that the strategy does not know, or values that cannot work.
@@ -93,14 +95,38 @@ def build(
         raise ConfigurationError(
             f"strategy {strategy.name!r} does not know {unknown}; its options: {known}, and those of ShardingConfiguration"
         )
-    _check(strategy, model, config)
-    distributed = model_class(model, session, config, backend=backend, **options)
+    check_model(strategy, model, config)
+    distributed = model_class(model, session, config, backend=backend, among=among, **options)
     wrapped = optimizer_class(optimizer, distributed, session) if optimizer is not None else None
     distributed.engine.attach(optimizer)
     return distributed, wrapped
 
 
-def _check(strategy: Strategy, module: nn.Module, config: ShardingConfiguration) -> None:
+def check_several(strategy: Strategy, models: Sequence[nn.Module], config: ShardingConfiguration) -> None:
+    """Raises ConfigurationError: models that the strategy cannot train in one loop."""
+    if not config.auto_sync_gradients:
+        raise ConfigurationError("auto_sync_gradients=False with several models: leave it out, their gradients are reduced as they come")
+    if not strategy.several_models:
+        raise ConfigurationError(
+            f"{len(models)} models with strategy={strategy.name!r}, which trains one: take {_those(lambda other: other.several_models)}, "
+            "or put the modules into one nn.Module with one optimizer"
+        )
+    owners: dict[int, tuple[int, str]] = {}
+    for number, model in enumerate(models):
+        if tables := tables_of(model):
+            raise ConfigurationError(
+                f"one of several models has the sparse table {tables[0].name!r}: take torch.nn.Embedding, or one model"
+            )
+        for name, parameter in model.named_parameters():
+            first, known = owners.setdefault(id(parameter), (number, name))
+            if first != number:
+                raise ConfigurationError(
+                    f"models {first} and {number} share the parameter {known!r}: each would lay it out over the ranks and "
+                    "update it; leave it to one of them"
+                )
+
+
+def check_model(strategy: Strategy, module: nn.Module, config: ShardingConfiguration) -> None:
     """Raises ConfigurationError: a setting, or a parameter, that the strategy does not know."""
     name = strategy.name
     if config.compressor is not None and strategy.compressor is None:
@@ -115,6 +141,12 @@ def _check(strategy: Strategy, module: nn.Module, config: ShardingConfiguration)
             raise ConfigurationError(
                 f"{field}={value!r} with strategy={name!r}, which does not know it: {instead.format(known=_those_that_know(field))}"
             )
+    synchronized = next((path for path, each in module.named_modules() if isinstance(each, nn.SyncBatchNorm)), None)
+    if synchronized is not None and not strategy.synchronized_norms:
+        raise ConfigurationError(
+            f"{synchronized or 'the model'} is a SyncBatchNorm, and with strategy={name!r} a rank's layers cannot ask the others in a "
+            f"pass: take {_those(lambda other: other.synchronized_norms)}, or use BatchNorm, whose running statistics are averaged"
+        )
     if (tables := tables_of(module)) and not strategy.sparse_tables:
         raise ConfigurationError(
             f"the model has the sparse table {tables[0].name!r}, whose rows are on parameter servers, and strategy={name!r} knows none: "

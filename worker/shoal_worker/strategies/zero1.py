@@ -28,6 +28,8 @@ class ZeRO1Model(ShardedModel):
         options=OPTIONS,
         settings=SETTINGS,
         compressor="topk",
+        synchronized_norms=True,
+        several_models=True,
     )
 
 

@@ -28,6 +28,8 @@ class ZeRO3Model(ShardedModel):
         options=OPTIONS,
         settings=SETTINGS | {"shard_modules"},
         compressor="topk",
+        synchronized_norms=True,
+        several_models=True,
     )
 
 

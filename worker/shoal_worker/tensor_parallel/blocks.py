@@ -33,6 +33,9 @@ class LinearLike:
     """Dimension of the weight along which outputs lie: 0 for nn.Linear, 1 for Conv1D."""
 
 
+_CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
 def linear_like(module: nn.Module) -> LinearLike | None:
     """The layer's shape; None for any other module, and for one whose weight is computed (parametrizations)."""
     weight = module._parameters.get("weight")
@@ -43,6 +46,22 @@ def linear_like(module: nn.Module) -> LinearLike | None:
     if type(module).__name__ == "Conv1D" and getattr(module, "nf", None) == weight.shape[1]:
         return LinearLike(weight.shape[0], weight.shape[1], 1)
     return None
+
+
+def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Parameters that the module itself holds, the weight first."""
+    own = [(name, p) for name, p in module._parameters.items() if p is not None]
+    return sorted(own, key=lambda item: "weight" not in item[0])
+
+
+def is_convolution(module: nn.Module) -> bool:
+    """Whether each of its output channels is computed from all input channels and from weights of its own, so that it can be split by
+    them: a convolution of torch's, with torch's own forward pass. A class of others may do more, such as standardizing its weight."""
+    own = next((kind for kind in _CONVOLUTIONS if isinstance(module, kind)), None)
+    if own is None or module.groups != 1 or "weight" not in module._parameters:
+        return False
+    kind: Any = type(module)
+    return kind.forward is own.forward and kind._conv_forward is own._conv_forward
 
 
 # --------------------------------------------------------------------------------------------------------------------------------- blocks

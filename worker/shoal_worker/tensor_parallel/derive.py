@@ -6,7 +6,7 @@ minimum), and the plan gives the reason of each.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Final
@@ -15,7 +15,16 @@ from shoal_common.errors import ConfigurationError
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shoal_worker.tensor_parallel.blocks import Block, LinearLike, find_blocks, joined, linear_like, trace_blocks
+from shoal_worker.tensor_parallel.blocks import (
+    Block,
+    LinearLike,
+    find_blocks,
+    is_convolution,
+    joined,
+    linear_like,
+    own_parameters,
+    trace_blocks,
+)
 from shoal_worker.tensor_parallel.plan import ParameterLayout, PlanEntry, Split, Style, TensorParallelPlan, to_split
 
 _NORMS: Final = (
@@ -86,15 +95,22 @@ class _Planner:
         self._roles: dict[str, _Role] = {}
         self._first: dict[int, tuple[str, ParameterLayout]] = {}
         """Each parameter by identity, with the module that it was met under first."""
+        self._names = {id(p): name for name, p in model.named_parameters()}
 
     def plan(self) -> TensorParallelPlan:
         if any(isinstance(p, DTensor) for p in self._model.parameters()):
             raise ConfigurationError("tensor parallelism: the model's parameters are distributed already; give it a model as it was built")
         self._take_given()
         self._derive_blocks()
-        entries = [self._entry(path, module) for path, module in self._model.named_modules() if any(True for _ in _own(module))]
+        owners = [(path, module) for path, module in self._model.named_modules() if own_parameters(module)]
+        holders = self._holders(owners)
+        entries = {path: self._entry(path, module) for path, module in owners if path not in holders}
+        entries |= {path: self._held(path, module) for path, module in owners if path in holders}
         return TensorParallelPlan(
-            size=self._size, entries=tuple(entries), sequence_dimension=self._sequence_dimension, loss_parallel=self._loss_parallel
+            size=self._size,
+            entries=tuple(entries[path] for path, _ in owners),
+            sequence_dimension=self._sequence_dimension,
+            loss_parallel=self._loss_parallel,
         )
 
     # ---------------------------------------------------------------------------------------------------------------- roles
@@ -188,10 +204,10 @@ class _Planner:
         role = self._roles.get(path) or self._alone(path, module)
         self._check(path, module, role)
         layouts, tied_to = [], None
-        for name, parameter in _own(module):
+        for name, parameter in own_parameters(module):
             stored, dimension = _stored(module, name, tuple(parameter.shape), role.split)
             layout = ParameterLayout(
-                name=joined(path, name),
+                name=self._names[id(parameter)],
                 shape=tuple(parameter.shape),
                 stored_shape=stored,
                 dimension=dimension,
@@ -201,7 +217,7 @@ class _Planner:
             first_module, first = self._first.setdefault(id(parameter), (path, layout))
             if (first.stored_shape, first.dimension) != (layout.stored_shape, layout.dimension):
                 raise ConfigurationError(
-                    f"tensor parallelism: {layout.name} is tied to {first.name}, but the plan splits one along dimension "
+                    f"tensor parallelism: {joined(path, name)} is tied to {first.name}, but the plan splits one along dimension "
                     f"{layout.dimension} and the other along {first.dimension}; give both modules styles that agree, such as vocabulary "
                     "and column_gathered"
                 )
@@ -218,12 +234,35 @@ class _Planner:
             reason=role.reason,
         )
 
+    def _holders(self, owners: Sequence[tuple[str, nn.Module]]) -> set[str]:
+        """Modules that are no layers, all of whose own parameters are also those of layers: BERT's head holds its decoder's bias. How these
+        are split is for the layers to say; a DTensor is whole to the code of whoever holds it."""
+        layers = {path for path, m in owners if linear_like(m) or is_convolution(m) or isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+        known = {id(p) for path, module in owners if path in layers for _, p in own_parameters(module)}
+        return {
+            path
+            for path, m in owners
+            if path not in layers and path not in self._roles and all(id(p) in known for _, p in own_parameters(m))
+        }
+
+    def _held(self, path: str, module: nn.Module) -> PlanEntry:
+        found = [self._first[id(parameter)] for _, parameter in own_parameters(module)]
+        return PlanEntry(
+            module=path,
+            kind=type(module).__name__,
+            style=Style.REPLICATE,
+            block=path,
+            parameters=tuple(layout for _, layout in found),
+            tied_to=found[0][0],
+            reason=f"as {found[0][0]}",
+        )
+
     def _alone(self, path: str, module: nn.Module) -> _Role:
         """A module that belongs to no block."""
         elements = _elements(module)
         if isinstance(module, _NORMS) or _is_norm(module):
             return _Role(Split(style=Style.REPLICATE), path, "norm")
-        tied = next((self._first[id(p)][0] for _, p in _own(module) if id(p) in self._first), None)
+        tied = next((self._first[id(p)][0] for _, p in own_parameters(module) if id(p) in self._first), None)
         shared = tied is not None and self._first_dimension(module) is not None
         if elements < self._minimum and not shared:
             return _Role(Split(style=Style.REPLICATE), path, f"below {self._minimum} elements")
@@ -237,10 +276,12 @@ class _Planner:
             if self._loss_parallel:
                 return _Role(Split(style=Style.COLUMN), path, "stands alone, output stays split for the parallel loss")
             return _Role(Split(style=Style.COLUMN_GATHERED), path, "stands alone, output gathered")
-        asked = [self._roles.get(joined(path, name)) for name, _ in _own(module)]
+        if is_convolution(module):
+            return _Role(Split(style=Style.COLUMN_GATHERED), path, "convolution by output channels, output gathered")
+        asked = [self._roles.get(joined(path, name)) for name, _ in own_parameters(module)]
         large = [
             (name, p)
-            for (name, p), role in zip(_own(module), asked, strict=True)
+            for (name, p), role in zip(own_parameters(module), asked, strict=True)
             if role is None and p.ndim > 1 and p.numel() >= self._minimum
         ]
         if not large:
@@ -256,7 +297,7 @@ class _Planner:
 
     def _first_dimension(self, module: nn.Module) -> int | None:
         """Along which the parameter that this module shares was split where it was met first."""
-        return next((self._first[id(p)][1].dimension for _, p in _own(module) if id(p) in self._first), None)
+        return next((self._first[id(p)][1].dimension for _, p in own_parameters(module) if id(p) in self._first), None)
 
     def _check(self, path: str, module: nn.Module, role: _Role) -> None:
         """That the style fits the module, and that every rank gets some of it."""
@@ -265,6 +306,7 @@ class _Planner:
             Style.VOCABULARY: type(module) is nn.Embedding,
             Style.EMBEDDING_DIMENSION: isinstance(module, nn.Embedding | nn.EmbeddingBag),
             Style.ATTENTION: isinstance(module, nn.MultiheadAttention),
+            Style.COLUMN_GATHERED: layer is not None or is_convolution(module),
             Style.REPLICATE: True,
         }
         if not fits.get(style, layer is not None):
@@ -281,6 +323,8 @@ class _Planner:
             self._check_asked(path, module, role.split, layer)
         if style is Style.EMBEDDING_DIMENSION and module.get_parameter("weight").shape[1] % self._size:
             raise self._refusal(path, module, f"its {module.embedding_dim} columns do not divide by {self._size}")
+        if is_convolution(module) and style is Style.COLUMN_GATHERED and module.get_parameter("weight").shape[0] % self._size:
+            raise self._refusal(path, module, f"its {module.out_channels} output channels do not divide by {self._size}")
         rows = None
         if isinstance(module, nn.Embedding) and style is Style.VOCABULARY:
             rows = module.num_embeddings
@@ -316,20 +360,14 @@ class _Planner:
         )
 
 
-def _own(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Parameters that the module itself holds, the weight first."""
-    own = [(name, p) for name, p in module._parameters.items() if p is not None]
-    return sorted(own, key=lambda item: "weight" not in item[0])
-
-
 def _elements(module: nn.Module) -> int:
     """Returns how many elements the largest parameter has that the module itself holds."""
-    return max((p.numel() for _, p in _own(module)), default=0)
+    return max((p.numel() for _, p in own_parameters(module)), default=0)
 
 
 def _is_norm(module: nn.Module) -> bool:
     """A norm that is none of torch's: T5's or Llama's RMSNorm."""
-    return type(module).__name__.lower().endswith("norm") and all(p.ndim == 1 for _, p in _own(module))
+    return type(module).__name__.lower().endswith("norm") and all(p.ndim == 1 for _, p in own_parameters(module))
 
 
 def _matches(path: str, pattern: str) -> bool:
@@ -353,6 +391,8 @@ def _stored(module: nn.Module, name: str, shape: tuple[int, ...], split: Split) 
         return shape, 0
     if style is Style.EMBEDDING_DIMENSION:
         return shape, 1
+    if is_convolution(module):
+        return shape, 0
     layer = linear_like(module)
     assert layer is not None
     if style is Style.ROW:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils import _pytree as pytree
 
-from shoal_worker.tensor_parallel.blocks import linear_like
+from shoal_worker.tensor_parallel.blocks import is_convolution, linear_like, own_parameters
 from shoal_worker.tensor_parallel.context import DropoutRandomness, ParallelContext, grad_partial, local_offset, split_dimension, whole
 from shoal_worker.tensor_parallel.multihead import MultiheadForward
 from shoal_worker.tensor_parallel.plan import Distributor, PlanEntry, Share, Style, TensorParallelPlan
@@ -96,6 +96,24 @@ class ColumnGathered(Column):
         output = super().forward(input)
         assert isinstance(output, DTensor)
         return whole(output)
+
+
+class Convolution(nn.Module):
+    """A convolution by output channels, whose output is whole. The channels come before as many dimensions as its kernel has."""
+
+    _shoal_context: ParallelContext
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    _conv_forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+    """torch's own, with padding."""
+
+    @uncompiled
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        with region(self._shoal_context, leaf=True) as mode:
+            output = self._conv_forward(
+                grad_partial(mode.enter(input)), _local(self.weight), None if self.bias is None else _local(self.bias)
+            )
+            return whole(self._shoal_context.sharded(output, 1 - self.weight.ndim))
 
 
 class PackedColumn(nn.Module):
@@ -217,13 +235,14 @@ class ShoalStyle(ParallelStyle):
         layer = linear_like(module)
         if layer is not None:
             module._shoal_output_dimension = layer.output_dimension  # type: ignore[assignment]  # a module's attributes may be anything
-        for layout in () if self._entry is None else self._entry.parameters:
-            self._distributor.distribute(module, layout.name.rpartition(".")[2], layout)
+        if self._entry is not None:
+            for (name, _), layout in zip(own_parameters(module), self._entry.parameters, strict=True):
+                self._distributor.distribute(module, name, layout)
         if not self._runs:
             return module
         mixins: list[type[nn.Module]] = [Root] if self._root else []
         if style is not Style.REPLICATE:
-            mixins.append(_MIXINS[style])
+            mixins.append(Convolution if is_convolution(module) else _MIXINS[style])
         elif self._contains_split and not self._root and not isinstance(module, nn.ModuleList | nn.ModuleDict):
             mixins.append(Region)
         if mixins:

@@ -130,6 +130,15 @@ def _slice_part(region: Region, func: Callable[..., Any], args: Any, kwargs: Any
     return func(region.enter_all(tensor), region.enter_all(index))
 
 
+def _concatenated(region: Region, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Leaves out what torch.cat passes over, tensors of the shape [0], with which caches of keys and values begin: DTensor would cut them
+    along a dimension that they lack."""
+    tensors, *rest = args if args else (kwargs["tensors"],)
+    kwargs = {name: value for name, value in kwargs.items() if name != "tensors"}
+    kept = [t for t in tensors if t.shape != (0,)]
+    return func(region.enter_all(kept or list(tensors)), *rest, **kwargs)
+
+
 def _renamed(arguments: Mapping[str, Any], **names: str) -> dict[str, Any]:
     return {names.get(name, name): value for name, value in arguments.items()}
 
@@ -141,6 +150,7 @@ RULES: dict[Any, Rule] = {
     torch.dropout: _dropout,
     F.scaled_dot_product_attention: _attention,
     F.cross_entropy: _cross_entropy,
+    **dict.fromkeys((torch.cat, torch.concat, torch.concatenate), _concatenated),
     torch.Tensor.__getitem__: _slice_part,
     **dict.fromkeys((torch.split, torch.Tensor.split, *_CHUNKS), _split_parts),
     # Not in DTensor, or with buffers that are updated in place, or made of functions that would not see the mode.

@@ -2,4 +2,5 @@
 
 `tracker`      which rank writes, and what belongs to which step; what a sink is
 `tensorboard`  a sink: TensorBoard's event files
+`mlflow`       a sink: a run on an MLflow tracking server
 """

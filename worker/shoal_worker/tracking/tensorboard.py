@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from shoal_common.errors import ConfigurationError
 
+from shoal_worker.tracking.tracker import TrackedRun
+
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
 
@@ -32,7 +34,7 @@ class TensorBoard:
         self._directory = Path(directory)
         self._writer: SummaryWriter | None = None
 
-    def open(self, *, step: int) -> None:
+    def open(self, *, run: TrackedRun, step: int) -> None:
         """Begins a file."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
@@ -52,7 +54,7 @@ class TensorBoard:
         """Everything is in the file."""
         self._opened.flush()
 
-    def close(self) -> None:
+    def close(self, *, ended: bool) -> None:
         """Ends the file."""
         if self._writer is not None:
             self._writer.close()

@@ -21,11 +21,29 @@ from shoal_worker.elastic.session import Session
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a sink may know a run by, over the ranks that write it and over a resume."""
+
+    job: str
+    """The job, for people; empty: none."""
+    key: str
+    """Like no other run's."""
+
+    @classmethod
+    def of(cls, session: Session) -> Self:
+        """Returns the run that a session is in."""
+        settings, key = session.settings, session.run
+        if session.is_asynchronous or not key:  # its workers begin at any time; or it began over what it had saved before
+            key = f"{settings.job_id} {settings.run}"
+        return cls(job=settings.job_id if session.elastic else "", key=key)
+
+
 class Sink(Protocol):
     """Where the course of a run is written. Opened by the rank that writes, as often as that changes."""
 
-    def open(self, *, step: int) -> None:
-        """What is there of this step and of later ones is void."""
+    def open(self, *, run: TrackedRun, step: int) -> None:
+        """What is there of this step and of later ones is void. `run` is the same, whoever opens it and as often as that is."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Numbers of one step."""
@@ -36,8 +54,8 @@ class Sink(Protocol):
     def flush(self) -> None:
         """What was written is there for others."""
 
-    def close(self) -> None:
-        """Flushes. May be opened again."""
+    def close(self, *, ended: bool) -> None:
+        """Flushes. May be opened again. `ended`: this rank leaves the run; else training waits for this call, and goes on."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +92,7 @@ class Tracker:
         self._told = session.progress.loss.told
         self._before = Standing.of(session)
         session.progress.follow(begun=self._begun, committed=self._step_committed)
-        session.on_close(self._close)
+        session.on_close(lambda: self._close(ended=True))
 
     def _begun(self) -> None:
         """A step begins: what was told of the loss since the last one was committed is that one's."""
@@ -87,7 +105,7 @@ class Tracker:
         now, before = Standing.of(self._session), self._before
         self._before = now
         if not self._session.is_first:
-            self._close()
+            self._close(ended=False)
             return
         last, self._committed = self._written, step
         due = step // self._every != (step - 1) // self._every
@@ -128,17 +146,18 @@ class Tracker:
             self._each(lambda sink: sink.scalars(step, {"shoal/loss": value}))
 
     def _reopen(self, step: int) -> None:
-        self._close()
+        self._close(ended=False)
         self._open = True
-        self._each(lambda sink: sink.open(step=step))
+        run = TrackedRun.of(self._session)
+        self._each(lambda sink: sink.open(run=run, step=step))
 
-    def _close(self) -> None:
+    def _close(self, *, ended: bool) -> None:
         if not self._open:
             return
         self._take_loss(self._committed)
         self._write_loss()
         self._open, self._loss_due = False, None
-        self._each(lambda sink: sink.close())
+        self._each(lambda sink: sink.close(ended=ended))
 
     def _each(self, call: Callable[[Sink], None]) -> None:
         """Training does not stop for one that fails: that one is given up, on this rank."""

@@ -1,0 +1,147 @@
+"""What a worker has committed, in a file of fixed size that its launcher reads: counts that are exact whenever the worker dies.
+
+The worker maps the file into its memory and writes a few numbers there at each commit, without a system call; the kernel keeps them when
+the process gets SIGKILL. Each commit goes into the older one of two slots, with a checksum, so that there is always one that is whole. A
+*span* is a time in which the worker committed step after step in one generation: where one ends and the next one begins, training may have
+stood still. Moments are those of `time.monotonic_ns`, which is one clock for all processes of a machine.
+
+What all members of a job tell the coordinator, and how often, is `shoal.v1.Progress`; this is for the launcher on the same machine alone.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import struct
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple
+
+LONG_GAP_NS: Final = 500_000_000
+"""Between two commits in one generation, from which on they belong to two spans: an evaluation, say, or a lost parameter server."""
+MOST_SPANS: Final = 64
+"""Finished spans that a tally holds, the newest ones."""
+
+_MAGIC: Final = b"shoaltal"
+_SPAN: Final = struct.Struct("<qqqqq")
+_COUNTS: Final = struct.Struct("<qqqqqqqqdd?")
+_SLOT: Final = struct.Struct(f"<q{_COUNTS.size}s{_SPAN.size}sqI")
+_SLOTS_AT: Final = 64
+_RING_AT: Final = _SLOTS_AT + 2 * 192
+_SIZE: Final = _RING_AT + MOST_SPANS * _SPAN.size
+
+
+class Span(NamedTuple):
+    """Commits that followed each other in one generation."""
+
+    generation: int
+    began_after: int
+    """Committed steps of the run before the first one of the span."""
+    steps: int
+    """Committed steps of the run after the last one of the span."""
+    first_ns: int
+    """When the first one was committed."""
+    last_ns: int
+    """When the last one was."""
+
+
+class Counts(NamedTuple):
+    """What is counted over all spans. Samples are those of all ranks; those of this worker alone where `asynchronous`."""
+
+    commits: int = 0
+    """Commits of this process."""
+    samples: int = 0
+    """Samples of the run's committed steps; 0 where the script deals its samples itself."""
+    samples_before: int = 0
+    """What `samples` was before this process's first commit: a joiner and a run that is resumed have some."""
+    steps_before: int = 0
+    """Steps of the run before this process's first commit."""
+    steps_in_all: int = 0
+    """How many steps the run will have had at its end, as its loop over epochs tells; 0: not known."""
+    epoch: int = 0
+    lost_steps: int = 0
+    """Steps that a fault made void here."""
+    losses: int = 0
+    """How many losses `loss_sum` is of."""
+    loss_sum: float = 0.0
+    """The sum of the losses told that are finite."""
+    loss: float = math.nan
+    """Told last; NaN: none was, or that."""
+    asynchronous: bool = False
+    """Each worker takes steps of its own (async_sgd): the run's steps and samples are the sum over the workers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tally:
+    """A worker's commits, at one moment."""
+
+    counts: Counts
+    spans: tuple[Span, ...]
+    """The newest ones, oldest first; the last one may go on."""
+    spans_before: int
+    """How many there were before these."""
+
+    @property
+    def steps(self) -> int:
+        """Committed steps of the run; of this worker where it is asynchronous."""
+        return self.spans[-1].steps
+
+
+class TallyWriter:
+    """The worker's side. Used by its training thread alone."""
+
+    def __init__(self, path: Path, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        """Makes the file. Raises OSError: there is no room for it, or no such directory."""
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, _SIZE)  # an error here, where writing to a page that cannot be had would be a signal
+            self._memory = mmap.mmap(descriptor, _SIZE)
+        finally:
+            os.close(descriptor)
+        self._memory[: len(_MAGIC)] = _MAGIC
+        self._clock_ns = clock_ns
+        self._finished = 0
+        self._span: Span | None = None
+        self._number = 0
+
+    def committed(self, counts: Counts, *, generation: int, steps: int) -> None:
+        """A step was committed in `generation`; the run has `steps` now."""
+        now, span = self._clock_ns(), self._span
+        if span is not None and generation == span[0] and steps == span[2] + 1 and now - span[4] < LONG_GAP_NS:
+            span = Span(generation, span[1], steps, span[3], now)
+        else:
+            if span is not None:
+                _SPAN.pack_into(self._memory, _RING_AT + self._finished % MOST_SPANS * _SPAN.size, *span)
+                self._finished += 1
+            span = Span(generation, steps - 1, steps, now, now)
+        self._span = span
+        self._number = number = self._number + 1
+        body = struct.pack("<q", number) + _COUNTS.pack(*counts) + _SPAN.pack(*span) + struct.pack("<q", self._finished)
+        at = _SLOTS_AT + number % 2 * 192
+        self._memory[at : at + _SLOT.size] = body + struct.pack("<I", zlib.crc32(body))
+
+
+def read_tally(path: Path) -> Tally | None:
+    """Returns what the worker has committed by now; None: nothing yet, or there is no such file."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    if len(content) < _SIZE or not content.startswith(_MAGIC):
+        return None
+    newest: tuple[int, bytes, bytes, int] | None = None
+    for at in (_SLOTS_AT, _SLOTS_AT + 192):
+        body = content[at : at + _SLOT.size - 4]
+        number, counts, span, finished, checksum = _SLOT.unpack_from(content, at)
+        if number and zlib.crc32(body) == checksum and (newest is None or number > newest[0]):
+            newest = number, counts, span, finished
+    if newest is None:
+        return None
+    _, counts, span, finished = newest
+    kept = range(max(0, finished - MOST_SPANS + 1), finished)  # the oldest one may be being written over
+    ring = [Span(*_SPAN.unpack_from(content, _RING_AT + number % MOST_SPANS * _SPAN.size)) for number in kept]
+    return Tally(counts=Counts(*_COUNTS.unpack(counts)), spans=(*ring, Span(*_SPAN.unpack(span))), spans_before=kept.start)

@@ -1,0 +1,153 @@
+"""How far a run is, on a terminal or in a log: a bar below the workers' output, or a plain line now and then."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+from shoal.launcher.account import Status
+from shoal.launcher.output import OutputPump, Stream, Writer
+
+if TYPE_CHECKING:  # rich is loaded once there is something to show: workers start before
+    from rich.console import Console, ConsoleOptions
+    from rich.segment import Segment
+
+_LINE_EVERY_S: Final = 30.0
+_DRAW_EVERY_S: Final = 0.2
+_BAR_CELLS: Final = 30
+_LEAST_CELLS: Final = 10
+_ERASE: Final = b"\r\x1b[2K"
+
+
+class StatusLine:
+    """How far a run is, for rich to render: a bar, if the number of steps is known and the width allows, and the text of `status_text`."""
+
+    def __init__(self, status: Status) -> None:
+        self._status = status
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        from rich.progress_bar import ProgressBar
+        from rich.segment import Segment
+        from rich.text import Text
+
+        status, text = self._status, Text(f"{status_text(self._status)}")
+        cells = min(_BAR_CELLS, options.max_width - text.cell_len - 1)
+        if status.steps_in_all and cells >= _LEAST_CELLS:
+            bar = ProgressBar(total=status.steps_in_all, completed=min(status.steps, status.steps_in_all), width=cells)
+            yield from console.render(bar, options.update_width(cells))
+            yield Segment(" ")
+        text.truncate(options.max_width, overflow="ellipsis")
+        yield from text.render(console)
+
+
+def status_text(status: Status) -> str:
+    """One line without an end."""
+    told = f"step {status.steps:,}"
+    if status.steps_in_all:
+        told += f" of {status.steps_in_all:,} ({min(1.0, status.steps / status.steps_in_all):.0%})"
+    if status.left is not None:
+        told += f", {timedelta(seconds=round(status.left.total_seconds()))} left"
+    if status.samples_per_s:
+        told += f", {status.samples_per_s:,.0f} samples/s"
+    return told + ("" if math.isnan(status.loss) else f", loss {status.loss:.4g}")
+
+
+class PlainLines:
+    """A line every 30 s, for logs."""
+
+    def __init__(self, note: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`note` writes a line."""
+        self._note = note
+        self._clock = clock
+        self._last = clock()
+
+    def show(self, status: Status) -> None:
+        """Writes one if it is due."""
+        if self._clock() >= self._last + _LINE_EVERY_S:
+            self._last = self._clock()
+            self._note(status_text(status))
+
+
+class BarWriter:
+    """A writer for an output pump that keeps a bar on the terminal's last line. All but `show` runs on the pump's thread: no line of
+    a worker comes between two halves of another one. Of lines that overwrite each other (a worker's own bars) the last one is shown."""
+
+    def __init__(self, write: Writer) -> None:
+        """`write` does the writing; standard error is a terminal."""
+        self._write = write
+        self._pump: OutputPump | None = None
+        self._bar = b""
+        self._is_drawn = False
+        self._last = 0.0
+
+    def on(self, pump: OutputPump) -> None:
+        """Shows the bar by this pump, which writes by `write`."""
+        self._pump = pump
+
+    def write(self, stream: Stream, data: bytes) -> None:
+        """See `Writer`."""
+        if not stream.is_terminal:
+            self._write(stream, data)
+            return
+        whole = b"".join(line for line in data.splitlines(keepends=True) if line.endswith(b"\n"))
+        if whole:
+            self._erase()
+            self._write(stream, whole)
+            self._draw()
+
+    def show(self, status: Status) -> None:
+        """Draws the bar anew, some times a second at most."""
+        if self._pump is None or time.monotonic() < self._last + _DRAW_EVERY_S:
+            return
+        self._last = time.monotonic()
+        bar = _bar(status, _width())
+
+        def draw() -> None:
+            self._erase()
+            self._bar = bar
+            self._draw()
+
+        self._pump.order(draw)
+
+    def end(self) -> None:
+        """Takes the bar away, for good."""
+
+        def erase() -> None:
+            self._erase()
+            self._bar = b""
+
+        if self._pump is not None:
+            self._pump.order(erase)
+            self._pump = None
+
+    def _erase(self) -> None:
+        if self._is_drawn:
+            self._write(Stream.ERR, _ERASE)
+            self._is_drawn = False
+
+    def _draw(self) -> None:
+        if self._bar:
+            self._write(Stream.ERR, self._bar)
+            self._is_drawn = True
+
+
+def _width() -> int:
+    try:
+        return os.get_terminal_size(Stream.ERR).columns
+    except OSError:
+        return 80
+
+
+def _bar(status: Status, width: int) -> bytes:
+    """One line that no terminal wraps, with its colours."""
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), force_terminal=True, width=max(1, width - 1), legacy_windows=False, highlight=False)
+    with console.capture() as capture:
+        console.print(StatusLine(status), end="")
+    return capture.get().replace("\n", "").encode()

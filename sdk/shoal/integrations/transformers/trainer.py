@@ -1,0 +1,355 @@
+"""The Trainer. The training loop is Shoal's, as scripts write it (an `ElasticDataLoader`, `as_distributed`, `if optimizer.step():`). All
+else is the Trainer's: the loss, the optimizer and its schedule, callbacks, what is logged, evaluated and saved, and when.
+
+To transformers and Accelerate each worker is one process alone, so they open no process group. The arguments say what one process would do,
+and the job does that whatever its workers are: a step takes `per_device_train_batch_size * gradient_accumulation_steps` samples, over all
+ranks. What cannot be done so is refused when the Trainer is made (decision 263).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from shoal_common.errors import ConfigurationError, PreconditionError
+from shoal_worker import api
+from shoal_worker.data.loader import ElasticDataLoader
+from shoal_worker.elastic.worker_process import current_session
+from shoal_worker.strategies.model import ShardedModel
+from torch import nn
+from transformers.trainer_callback import TrainerState
+from transformers.trainer_pt_utils import find_batch_size
+from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
+
+from shoal.integrations.transformers.arguments import TrainingArguments, check_arguments, lengths, order_of
+from shoal.integrations.transformers.evaluation import concatenated, evaluate_on_all
+from shoal.integrations.transformers.progress import Progress
+
+
+class Trainer(transformers.Trainer):
+    """transformers' own, whose training survives the death of workers, and lets others join.
+
+    Every rank makes it and calls the same methods in the same order: `train`, `evaluate`, `predict`, `save_model`. A process trains one
+    model, so `train` is called once.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        *rest: Any,
+        strategy: str = "ddp",
+        strategy_options: Mapping[str, Any] | None = None,
+        **named: Any,
+    ) -> None:
+        """
+        Args:
+            model, args, rest, named: as of transformers' own; `args` is a `TrainingArguments` of this module.
+            strategy: "ddp", "zero1", "zero2", "zero3", "fsdp" or "hsdp".
+            strategy_options: further arguments of `shoal.as_distributed`.
+
+        Raises:
+            ConfigurationError: another strategy, or arguments that this Trainer does not have.
+        """
+        args = TrainingArguments("tmp_trainer") if args is None else args
+        options = dict(strategy_options or {})
+        check_arguments(args, strategy, options)
+        self._strategy, self._options = strategy, options
+        self._resume_from: Path | None = None
+        self._trained = False
+        super().__init__(model, args, *rest, **named)
+
+    model_wrapped: Any
+    """The model that trains: a `ShardedModel`, from the first call that needs it on."""
+    optimizer: Any
+    """The model's optimizer: a `ShardedOptimizer` from the first call that needs the model distributed."""
+    control: Any
+    """transformers' TrainerControl."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """transformers calls it."""
+        super().create_accelerator_and_postprocess()
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            raise ConfigurationError(
+                "Accelerate's environment (ACCELERATE_USE_DEEPSPEED, ACCELERATE_USE_FSDP) has it cut the model, which strategy= does here: "
+                "start the script by `shoal run` instead of `accelerate launch`"
+            )
+        unwrap = self.accelerator.unwrap_model
+
+        def unwrap_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return unwrap(model.module if isinstance(model, ShardedModel) else model, *args, **kwargs)
+
+        self.accelerator.unwrap_model = unwrap_model
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
+        """The context that transformers computes the loss in: autocast in bfloat16 with bf16=True, else nothing."""
+        return self.accelerator.autocast()
+
+    # ----------------------------------------------------------------------------------------------------------------- data
+
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Callable[[Any], Any] | None = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> Any:
+        args, collator = self.args, self.data_collator
+        if transformers.utils.is_datasets_available() and _is_hf_dataset(dataset):
+            dataset = self._remove_unused_columns(dataset, description=description)
+        else:
+            collator = self._get_collator_with_removed_columns(collator, description=description)
+        common = {"collate_fn": collator, "num_workers": args.dataloader_num_workers, "pin_memory": args.dataloader_pin_memory}
+        if not is_training:
+            return ElasticDataLoader(dataset, global_batch_size=batch_size, train=False, **common)
+        in_parts = args.gradient_accumulation_steps > 1
+        divides_by_items = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        weighed = divides_by_items and self.loss_is_scaled_for_ga is not False
+        return ElasticDataLoader(
+            dataset,
+            global_batch_size=batch_size * args.gradient_accumulation_steps,
+            micro_batch_size=batch_size if in_parts else None,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            drop_last=args.dataloader_drop_last,
+            weight_fn=self._weight if weighed else None,
+            name="trainer",
+            **order_of(dataset, sampler_fn),
+            **common,
+        )
+
+    def _weight(self, batch: Any) -> float:
+        """What a batch weighs in the mean over a step, where the model divides its loss by a number of items: that number."""
+        items = self._get_num_items_in_batch([batch], self.args.device)
+        return float(find_batch_size(batch) or 1) if items is None else float(items)
+
+    # -------------------------------------------------------------------------------------------------------------- training
+
+    def _distribute(self) -> ShardedModel:
+        """The model, once it and its optimizer are the job's."""
+        if isinstance(self.model_wrapped, ShardedModel):
+            return self.model_wrapped
+        if self.optimizer is None:
+            self.create_optimizer()
+        model, self.optimizer = api.as_distributed(self.model, self.optimizer, strategy=self._strategy, **self._options)
+        assert isinstance(model, ShardedModel)
+        self.model_wrapped = model
+        return model
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None) -> Any:
+        """Trains as transformers' own does, and lets workers die and join.
+
+        Args:
+            resume_from_checkpoint: True, or a directory: goes on from the newest checkpoint in `output_dir`, or there, if there is one.
+            trial: None.
+            ignore_keys_for_eval: as of transformers' own.
+
+        Raises:
+            PreconditionError: it was called before in this process.
+            ConfigurationError: a trial was given.
+        """
+        if trial is not None:
+            raise ConfigurationError("train(trial=...): a search trains many models, and a job trains one: start a job for each trial")
+        if self._trained:
+            raise PreconditionError("train() was called a second time: a process of a job trains once; start another job for another run")
+        self._trained = True
+        if resume_from_checkpoint:
+            self._resume_from = Path(self.args.output_dir if resume_from_checkpoint is True else resume_from_checkpoint)
+        return super().train(None, None, ignore_keys_for_eval)
+
+    def _inner_training_loop(
+        self,
+        batch_size: int | None = None,
+        args: TrainingArguments | None = None,
+        resume_from_checkpoint: str | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """`train` calls it: the elastic loop."""
+        args, session = self.args, current_session()
+        model, loader = self._distribute(), self.get_train_dataloader()
+        if not isinstance(loader, ElasticDataLoader):
+            raise ConfigurationError(
+                f"get_train_dataloader() gave a {type(loader).__name__}: expected a shoal.ElasticDataLoader, which deals its samples to "
+                "whatever workers there are; give the Trainer a train_dataset and leave the method as it is"
+            )
+        steps_in_epoch, epochs, max_steps = lengths(args, loader)
+        self.create_scheduler(num_training_steps=max_steps)
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = loader
+
+        self.state = TrainerState(train_batch_size=self._train_batch_size)
+        self.state.compute_steps(args, max_steps)
+        self.state.init_training_references(self, max_steps, epochs, None)
+        self._tr_loss, self._total_loss_scalar = torch.zeros((), dtype=torch.float64), 0.0
+        self._globalstep_last_logged = self._initial_global_step = 0
+        self._initial_num_input_tokens_seen = 0
+        session.registered.register("trainer", Progress(self))
+        if self._resume_from is not None:
+            api.resume(self._resume_from)
+
+        remaining = loader.epochs(epochs)
+        first = next(remaining, None)  # in a worker that joins the state is the others' from here on
+        self._note_who_writes()
+        start_time = time.time()
+        self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
+        if args.eval_on_start and self.state.global_step == 0 and not session.is_joining:
+            self._evaluate(None, ignore_keys_for_eval, skip_scheduler=True)
+        for epoch in itertools.chain([] if first is None else [first], remaining):
+            if self.state.global_step >= max_steps:
+                break
+            self.control = self.callback_handler.on_epoch_begin(args, self.state, self.control)
+            self._train_epoch(model, loader, epoch, steps_in_epoch, start_time, ignore_keys_for_eval)
+            if self.control.should_training_stop:
+                break
+        if self.state.global_step < max_steps and not self.control.should_training_stop and args.save_strategy != "no":
+            self._save_checkpoint(model, None)  # all were asked to leave
+        return self._finalize_training(None, max_steps * loader.plan.global_batch_size, start_time)
+
+    def _train_epoch(
+        self, model: ShardedModel, loader: ElasticDataLoader, epoch: int, steps_in_epoch: int, start_time: float, ignore_keys: Any
+    ) -> None:
+        session, told = current_session(), {"grad_norm": None, "learning_rate": None}
+
+        def log_save_evaluate() -> None:
+            self._note_who_writes()
+            self._maybe_log_save_evaluate(
+                self._tr_loss, told["grad_norm"], model, None, epoch, ignore_keys, start_time, learning_rate=told["learning_rate"]
+            )
+
+        for step in loader.steps():
+            self._note_who_writes()
+            if self._train_step(model, step, told):
+                self.state.global_step = loader.global_step
+                self.state.epoch = epoch + (step.number + 1) / steps_in_epoch
+                self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
+                log_save_evaluate()
+            if self.control.should_epoch_stop or self.control.should_training_stop:
+                break
+        stopped = self.control.should_epoch_stop or self.control.should_training_stop
+        if session.is_joining or session.is_redoing or (loader.epoch <= epoch and not stopped):
+            return  # some of the epoch comes again, or the job was stopped within it
+        self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
+        log_save_evaluate()
+
+    def _train_step(self, model: ShardedModel, batches: Iterable[Any], told: dict[str, Any]) -> bool:
+        """One step over all ranks. True: it counts, on all of them; the loader hands it out again if not."""
+        args, session, handler = self.args, current_session(), self.callback_handler
+        self.control = handler.on_step_begin(args, self.state, self.control)
+        self.current_gradient_accumulation_steps = 1  # the mean over parts is the step's, by what they weigh
+        total = weights = 0.0
+        for number, inputs in enumerate(batches):
+            if number:
+                self.control = handler.on_substep_end(args, self.state, self.control)
+            items = self._get_num_items_in_batch([inputs], args.device)
+            loss = float(self.training_step(model, inputs, None if items is None else items.clamp(min=1)))
+            if session.step is not None and session.step.micro_batch:
+                total, weights = total + loss * session.step.micro_batch, weights + session.step.micro_batch
+                session.step.loss = total / weights
+        told["grad_norm"] = model.clip_grad_norm_(args.max_grad_norm) if args.max_grad_norm > 0 else None
+        self.control = handler.on_pre_optimizer_step(args, self.state, self.control)
+        step = session.step
+        committed = bool(self.optimizer.step())
+        if committed:
+            self.control = handler.on_optimizer_step(args, self.state, self.control)
+            told["learning_rate"] = self._get_learning_rate()
+            if not self._scheduled_by_metric:
+                self.lr_scheduler.step()
+            self._add_loss(step.mean_loss if step is not None else None)
+        self.optimizer.zero_grad()
+        return committed
+
+    @property
+    def _scheduled_by_metric(self) -> bool:
+        return isinstance(self.lr_scheduler, (torch.optim.lr_scheduler.ReduceLROnPlateau, transformers.optimization.GreedyLR))
+
+    def _add_loss(self, loss: float | None) -> None:
+        """Adds a step's loss, over all of its samples: the same on all ranks. As in transformers, one that is no number counts as the mean
+        of those before."""
+        if loss is None or (self.args.logging_nan_inf_filter and not math.isfinite(loss)):
+            self._tr_loss += self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
+        else:
+            self._tr_loss += loss
+
+    def _note_who_writes(self) -> None:
+        """One rank logs and writes files; when it dies, another one does."""
+        self.state.is_local_process_zero = self.is_local_process_zero()
+        self.state.is_world_process_zero = self.is_world_process_zero()
+
+    # ------------------------------------------------------------------------------------------------------------ evaluation
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Evaluates as transformers' own does, with the batches dealt to all ranks: those of one that dies, again."""
+        if not isinstance(dataloader, ElasticDataLoader):
+            raise ConfigurationError(
+                f"evaluation with a {type(dataloader).__name__}: expected a shoal.ElasticDataLoader(train=False); give the Trainer an "
+                "eval_dataset and leave get_eval_dataloader as it is"
+            )
+        args, model = self.args, self._distribute()
+        loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        self.callback_handler.eval_dataloader = dataloader
+
+        def measure(inputs: Any) -> tuple[dict[str, float], Any]:
+            samples = float(find_batch_size(inputs) or 1)
+            loss, logits, labels = self.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
+            if logits is not None and self.preprocess_logits_for_metrics is not None:
+                logits = self.preprocess_logits_for_metrics(logits, labels)
+            self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
+            counts = loss is not None and (math.isfinite(loss) or not args.logging_nan_inf_filter)
+            weight = samples if counts else 0.0
+            return {"loss": float(loss) * weight if counts else 0.0, "weight": weight, "samples": samples}, (logits, labels)
+
+        batches = dataloader.evaluation_batches()
+        sums, kept = evaluate_on_all(current_session(), model, batches, measure, gathers=not loss_only)
+        predictions = concatenated((logits for logits, _ in kept), concatenates=args.eval_do_concat_batches)
+        label_ids = concatenated((labels for _, labels in kept), concatenates=args.eval_do_concat_batches)
+        metrics: dict[str, Any] = {}
+        if self.compute_metrics is not None and predictions is not None and label_ids is not None:
+            metrics = denumpify_detensorize(self.compute_metrics(EvalPrediction(predictions=predictions, label_ids=label_ids)))
+        if sums.get("weight"):
+            metrics[f"{metric_key_prefix}_loss"] = sums["loss"] / sums["weight"]
+        prefix = f"{metric_key_prefix}_"
+        named = {name if name.startswith(prefix) else prefix + name: value for name, value in metrics.items()}
+        return EvalLoopOutput(predictions=predictions, label_ids=label_ids, metrics=named, num_samples=int(sums.get("samples", 0)))
+
+    # ---------------------------------------------------------------------------------------------------------------- saving
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Shoal's checkpoint, in `output_dir/step-<n>`, with the Trainer's state."""
+        if not current_session().is_redoing:
+            api.save_checkpoint(self.args.output_dir, keep=self.args.save_total_limit or sys.maxsize)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes the whole model, as transformers' own does, on the one rank that writes. Every rank calls it."""
+        state = self._distribute().full_state_dict()
+        self._save(output_dir or self.args.output_dir, state_dict=state)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError("hyperparameter_search trains many models, and a job trains one: start a job for each trial")
+
+
+def _is_hf_dataset(dataset: Any) -> bool:
+    import datasets
+
+    return isinstance(dataset, datasets.Dataset)

@@ -1,0 +1,128 @@
+"""Who came and who went in a run, as its coordinator's events tell it. Pure."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+_SIGNAL: Final = "its process ended with signal "
+_LEAVES: Final = ("drained",)
+"""Endings of members that leave a run which goes on."""
+_MORE: Final = re.compile(r" and (\d+) more$")
+
+
+class JobEvent(Protocol):
+    """An event of a job: `shoal.v1.Event`."""
+
+    event_id: str
+    run: int
+    kind: str
+    generation: int
+    member_id: str
+
+    @property
+    def attributes(self) -> Mapping[str, str]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What makes one generation of the one before; or what happened to a parameter server."""
+
+    generation: int
+    """The new one's number; 0: it is about a parameter server."""
+    world_size: int = 0
+    """Ranks of the new generation."""
+    faults: tuple[str, ...] = ()
+    """Who was lost and how, a line each."""
+    joins: tuple[str, ...] = ()
+    leaves: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """One line without an end."""
+        told = [*self.faults, *(f"{who} joined" for who in self.joins), *(f"{who} left" for who in self.leaves)]
+        return "; ".join(told) or f"the ranks changed (generation {self.generation})"
+
+
+@dataclass(kw_only=True)
+class Changes:
+    """Who came to one run and who went. It is given all events of the job, in their order."""
+
+    run: int = 0
+    """The only run whose events count; 0: all do."""
+    newest_event: str = ""
+    """Id of the last one given."""
+    found: list[Change] = field(default_factory=list)
+    faults: int = 0
+    """Ranks and parameter servers that were lost."""
+    joins: int = 0
+    """Ranks that came after the run's beginning."""
+    leaves: int = 0
+    """Ranks that were asked to go, and went while the run went on."""
+    generation: int = 0
+    """The newest one told of."""
+
+    _lost: list[str] = field(default_factory=list)
+    _left: list[str] = field(default_factory=list)
+    _has_begun: bool = False
+    _is_over: bool = False
+
+    def take(self, events: Iterable[JobEvent], endings: Mapping[str, str]) -> list[Change]:
+        """Returns the changes that these events tell of. `endings`: member id -> how a worker of this launcher ended."""
+        before = len(self.found)
+        for event in events:
+            self.newest_event = event.event_id
+            if not self.run or event.run == self.run:
+                self._take(event, endings)
+        return self.found[before:]
+
+    def _take(self, event: JobEvent, endings: Mapping[str, str]) -> None:
+        told = event.attributes
+        match event.kind:
+            case "member_lost" if told.get("rank"):
+                how = endings.get(event.member_id) or _how(told.get("detail", ""))
+                self._lost.append(f"{told.get('who') or f'member {event.member_id}'} {how}")
+                self.faults += 1
+            case "member_left" if told.get("rank") and told.get("ending") in _LEAVES and not self._is_over:
+                self._left.append(told.get("who") or f"member {event.member_id}")
+            case "server_lost" if not self._is_over:
+                self.faults += 1
+                self.found.append(Change(generation=0, faults=(f"parameter server {told.get('server_id', '')} was lost",)))
+            case "generation_formed":
+                self._formed(event)
+            case "run_began" | "run_resumed":
+                self._lost, self._left, self._has_begun, self._is_over = [], [], False, False
+            case "job_finished" | "stop_requested" | "job_failed":
+                self._is_over = True
+
+    def _formed(self, event: JobEvent) -> None:
+        joins = tuple(filter(None, event.attributes.get("joined", "").split(", ")))
+        if self._has_begun:
+            self.leaves += len(self._left)  # where all leave, there is no generation after them
+            more = _MORE.search(event.attributes.get("joined", ""))
+            self.joins += len(joins) + (int(more[1]) if more else 0)
+            self.found.append(
+                Change(
+                    generation=event.generation,
+                    world_size=int(event.attributes.get("world_size", "0")),
+                    faults=tuple(self._lost),
+                    joins=joins,
+                    leaves=tuple(self._left),
+                )
+            )
+        self._has_begun, self.generation = True, event.generation
+        self._lost, self._left = [], []
+
+
+def _how(detail: str) -> str:
+    """What the coordinator knows of a member's end, as the rest of a sentence."""
+    number = detail.removeprefix(_SIGNAL)
+    if number != detail and number.isdigit():
+        try:
+            return f"ended with {signal.Signals(int(number)).name}"
+        except ValueError:
+            return f"ended with signal {number}"
+    return f"was lost: {detail}" if detail else "was lost"

@@ -1,0 +1,264 @@
+"""The course of a run, put together from what its workers commit: how far it is, how fast, its loss, and when training stood still. Pure.
+
+It is given the tallies of this launcher's workers (`shoal_common.tally`) again and again, also of dead ones. Training *stands
+still* while none of them commits a step, from the last commit before a change of the ranks to the first one after it, or for half a second
+and some steps' time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from shoal_common.tally import LONG_GAP_NS, Span, Tally
+
+_SETTLE_NS: Final = 300_000_000
+"""A gap is told this long after its end: by then all workers' commits behind it have been read."""
+OUTLIES: Final = 4
+"""So many usual steps without a commit are no step."""
+_MOST_POINTS: Final = 2_000
+"""When there are as many, each two become one, and half as many are taken from then on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standstill:
+    """A time in which no step was committed."""
+
+    began_ns: int
+    ended_ns: int
+    before: int
+    """Generation of the last commit before it."""
+    generation: int
+    """Generation of the first commit after it; the same one, if only time went by."""
+    steps: int
+    """Committed steps from which training went on."""
+    undone: int = 0
+    """Steps that had been committed before, and were taken again."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it was."""
+        return (self.ended_ns - self.began_ns) / 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """The run in one short time."""
+
+    at_ns: int
+    """The moment at which that time ends."""
+    steps: int
+    """Steps of the run then, those before this launcher's part included."""
+    samples: int
+    samples_per_s: float
+    loss: float
+    """The mean of what the workers told in it; NaN: nothing finite."""
+    told: int = 0
+    """How many losses that is of."""
+
+
+class Course:
+    """See the module. Times are those of `time.monotonic_ns`."""
+
+    def __init__(self) -> None:
+        self.points: list[Point] = []
+        """Oldest first."""
+        self.standstills: list[Standstill] = []
+        """The standstills that are over, oldest first."""
+        self.generation = 0
+        """The newest in which a step was committed."""
+        self._tallies: dict[str, Tally] = {}
+        self._pending: dict[str, list[Span]] = {}
+        """Spans that no settled time covers: of each worker at most its newest one that has been looked at."""
+        self._seen: dict[str, int] = {}
+        """How many of a worker's spans, the newest one left out, have been taken up."""
+        self._until: Span | None = None
+        """The latest commit of the time that is settled, as the end of a span."""
+        self._began: tuple[int, int, int] | None = None
+        """When the first step was committed, and the run's steps and samples before it."""
+        self._took: tuple[int, int, float, int] | None = None
+        """What the last point was made at: the moment, samples, the sum of the losses and their number."""
+        self._per_point = 1
+        self._skipped = 0
+
+    # ------------------------------------------------------------------------------------------------------------- figures
+
+    @property
+    def has_begun(self) -> bool:
+        """A step was committed."""
+        return bool(self._tallies)
+
+    @property
+    def asynchronous(self) -> bool:
+        """Each worker takes steps of its own."""
+        return any(tally.counts.asynchronous for tally in self._tallies.values())
+
+    @property
+    def steps_before(self) -> int:
+        """Steps that the run had before this launcher's part of it: of a checkpoint, or of other machines."""
+        return 0 if self.asynchronous or self._began is None else self._began[1]
+
+    @property
+    def steps(self) -> int:
+        """Committed steps of the run that stand; of asynchronous training, those of this launcher's workers."""
+        if self.asynchronous:
+            return sum(tally.steps - tally.counts.steps_before for tally in self._tallies.values())
+        return self._newest.steps if self._tallies else 0
+
+    @property
+    def samples(self) -> int:
+        """Samples of the steps since `steps_before`; 0: the script deals them itself."""
+        if self.asynchronous:
+            return sum(tally.counts.samples - tally.counts.samples_before for tally in self._tallies.values())
+        return max(0, self._newest.counts.samples - self._began[2]) if self._began is not None else 0
+
+    @property
+    def steps_in_all(self) -> int:
+        """How many steps the run will have had at its end; 0: not known."""
+        if self.asynchronous:
+            return max(tally.counts.steps_in_all for tally in self._tallies.values())
+        return self._newest.counts.steps_in_all if self._tallies else 0
+
+    @property
+    def loss(self) -> float:
+        """The mean of what the workers that committed last told last; NaN: nothing."""
+        if not self._tallies:
+            return math.nan
+        newest = self._newest.spans[-1]
+        now = [t for t in self._tallies.values() if t.spans[-1].generation == newest.generation or t.counts.asynchronous]
+        losses = [t.counts.loss for t in now if t.counts.losses or not math.isnan(t.counts.loss)]
+        return sum(losses) / len(losses) if losses else math.nan
+
+    @property
+    def seconds(self) -> float:
+        """Seconds between the run's first commit and its last one."""
+        return (self._newest.spans[-1].last_ns - self.began_ns) / 1e9 if self._tallies else 0.0
+
+    @property
+    def usual_step_s(self) -> float:
+        """Seconds from one commit to the next where training did not stand still; 0: not known."""
+        moved = self.seconds - sum(standstill.seconds for standstill in self.standstills)
+        undone = sum(standstill.undone for standstill in self.standstills)
+        intervals = self.steps - self.steps_before - 1 + undone - len(self.standstills)
+        return max(0.0, moved) / intervals if intervals > 0 else 0.0
+
+    @property
+    def began_ns(self) -> int:
+        """When the first step was committed; 0: none was."""
+        return self._began[0] if self._began is not None else 0
+
+    @property
+    def last_ns(self) -> int:
+        """When the last one was; 0: none was."""
+        return self._newest.spans[-1].last_ns if self._tallies else 0
+
+    # --------------------------------------------------------------------------------------------------------------- input
+
+    def take(self, tallies: Mapping[str, Tally], now_ns: int, *, settle: bool = False) -> list[Standstill]:
+        """Takes up what the workers have committed by now. Returns what has turned out to be a standstill. `settle`: nothing more comes."""
+        if not tallies:
+            return []
+        self._tallies.update(tallies)
+        for name, tally in tallies.items():
+            self._take_spans(name, tally)
+        self.generation = max(tally.spans[-1].generation for tally in self._tallies.values())
+        found = self._find_standstills(now_ns if settle else now_ns - _SETTLE_NS)
+        self.standstills += found
+        self._add_point(now_ns)
+        return found
+
+    def _take_spans(self, name: str, tally: Tally) -> None:
+        if name not in self._seen:
+            began = (tally.spans[0].first_ns, tally.counts.steps_before, tally.counts.samples_before)
+            self._began = min(self._began or began, began)
+        seen, pending = self._seen.get(name, 0), self._pending.setdefault(name, [])
+        if pending and pending[-1].first_ns == tally.spans[-1].first_ns:
+            pending[-1] = tally.spans[-1]  # it has gone on
+            return
+        if pending and seen >= tally.spans_before:
+            pending.pop()  # it was not over then
+        pending += tally.spans[max(0, seen - tally.spans_before) :]
+        self._seen[name] = tally.spans_before + len(tally.spans) - 1
+
+    def _find_standstills(self, horizon_ns: int) -> list[Standstill]:
+        found = []
+        spans = sorted((span for pending in self._pending.values() for span in pending), key=lambda span: (span.first_ns, span.last_ns))
+        for span in spans:
+            if span.first_ns > horizon_ns:
+                break
+            until = self._until
+            if until is None:
+                self._until = span
+                continue
+            apart = span.first_ns - until.last_ns
+            changed = span.generation != until.generation and not self.asynchronous  # else they do not wait for each other
+            long = apart >= LONG_GAP_NS and apart > OUTLIES * self.usual_step_s * 1e9  # steps may take as long
+            if long or (apart > 0 and changed):
+                found.append(self._standstill(until, span))
+            if span.last_ns >= until.last_ns:
+                self._until = span
+        if self._until is not None:
+            for name, pending in self._pending.items():
+                self._pending[name] = [span for span in pending[:-1] if span.first_ns > horizon_ns] + pending[-1:]
+        return found
+
+    def _standstill(self, before: Span, after: Span) -> Standstill:
+        steps, done = after.began_after, before.steps
+        if after.generation != before.generation:
+            # A rank that was in doubt of a step commits it in the new generation: others have it already.
+            begun = [[span for span in spans if span.first_ns >= after.first_ns] for spans in self._pending.values()]
+            steps = max(spans[0].began_after for spans in begun if spans and spans[0].generation == after.generation)
+            ended = [span for spans in self._pending.values() for span in spans if span.last_ns <= before.last_ns]
+            done = max((span.steps for span in ended if span.generation == before.generation), default=before.steps)
+        return Standstill(
+            began_ns=before.last_ns,
+            ended_ns=after.first_ns,
+            before=before.generation,
+            generation=after.generation,
+            steps=steps,
+            undone=max(0, done - steps),
+        )
+
+    def _add_point(self, now_ns: int) -> None:
+        losses = sum(tally.counts.losses for tally in self._tallies.values())
+        loss_sum = sum(tally.counts.loss_sum for tally in self._tallies.values())
+        if self._took is None:
+            self._took = (self.began_ns, 0, 0.0, 0)
+        self._skipped += 1
+        then_ns, then_samples, then_sum, then_losses = self._took
+        if self._skipped < self._per_point or now_ns <= then_ns:
+            return
+        samples, told = self.samples, losses - then_losses
+        self._skipped, self._took = 0, (now_ns, samples, loss_sum, losses)
+        self.points.append(
+            Point(
+                at_ns=now_ns,
+                steps=self.steps,
+                samples=samples,
+                samples_per_s=max(0, samples - then_samples) / ((now_ns - then_ns) / 1e9),
+                loss=(loss_sum - then_sum) / told if told > 0 else math.nan,
+                told=told,
+            )
+        )
+        if len(self.points) >= _MOST_POINTS:
+            self.points = [_joined(*self.points[at : at + 2]) for at in range(0, len(self.points) - 1, 2)]
+            self._per_point *= 2
+
+    @property
+    def _newest(self) -> Tally:
+        return max(self._tallies.values(), key=lambda tally: (tally.spans[-1].last_ns, tally.steps))
+
+
+def _joined(first: Point, second: Point) -> Point:
+    told = first.told + second.told
+    whole = [point for point in (first, second) if point.told]
+    return Point(
+        at_ns=second.at_ns,
+        steps=second.steps,
+        samples=second.samples,
+        samples_per_s=(first.samples_per_s + second.samples_per_s) / 2,
+        loss=sum(point.loss * point.told for point in whole) / told if told else math.nan,
+        told=told,
+    )

@@ -1,0 +1,89 @@
+"""Follows a run while it goes on: reads its workers' tallies some times a second, and asks the coordinator what has happened.
+
+Belongs to the launcher's event loop; questions go to a thread. Nothing here decides anything, and nothing that fails here fails the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from shoal_common.errors import ShoalError
+from shoal_common.tally import read_tally
+
+from shoal.launcher.account import RunAccount, Status
+from shoal.launcher.process import ExitStatus
+
+if TYPE_CHECKING:
+    from shoal.launcher.changes import JobEvent
+
+_LOOK_S: Final = 0.2
+_LAST_QUESTION: Final = timedelta(seconds=2)
+
+Ask = Callable[[str], Awaitable[Sequence["JobEvent"]]]
+"""Events behind the one with this id; raises ShoalError."""
+Show = Callable[[Status], None]
+
+
+class RunFollower:
+    """See the module."""
+
+    def __init__(self, *, note: Callable[[str], None], show: Show | None = None) -> None:
+        """`note` tells a person what has happened; `show` is given how far the run is."""
+        self.account = RunAccount()
+        self._note = note
+        self._show = show
+        self._files: dict[str, Path] = {}
+        self._endings: dict[str, str] = {}
+
+    def started(self, member_id: str, tally: Path) -> None:
+        """A worker was started, which counts its commits there."""
+        self._files[member_id] = tally
+
+    def ended(self, member_id: str, status: ExitStatus) -> None:
+        """The process of that worker has ended."""
+        self._endings[member_id] = f"ended with {status}"
+
+    def of_run(self, number: int) -> None:
+        """The job's run that this launcher takes part in."""
+        self.account.changes.run = number
+
+    async def follow(self, ask: Ask) -> None:
+        """Never returns; to be cancelled."""
+        while True:
+            self.look()
+            if self.account.wants_events(time.monotonic_ns()):
+                await self._explain(ask)
+            await asyncio.sleep(_LOOK_S)
+
+    async def finish(self, ask: Ask | None) -> None:
+        """All workers have ended: takes up what they have left. `ask`: None where the coordinator cannot be asked."""
+        self.look(settle=True)
+        if ask is not None and self.account.course.has_begun:
+            try:
+                async with asyncio.timeout(_LAST_QUESTION.total_seconds()):
+                    await self._explain(ask)
+            except TimeoutError:
+                pass
+
+    def look(self, *, settle: bool = False) -> None:
+        """Reads the tallies. `settle`: nothing more will be in them."""
+        tallies = {name: tally for name, path in self._files.items() if (tally := read_tally(path)) is not None}
+        self.account.take(tallies, time.monotonic_ns(), settle=settle)
+        for name in self._endings.keys() & self._files.keys() if not settle else ():
+            if name in tallies or not self._files[name].exists():
+                del self._files[name]  # it commits nothing any more, and the course keeps what it had
+        if self._show is not None and not settle and (status := self.account.status) is not None:
+            self._show(status)
+
+    async def _explain(self, ask: Ask) -> None:
+        try:
+            events = await ask(self.account.changes.newest_event)
+        except ShoalError:
+            events = ()  # it is away: it is asked again
+        for line in self.account.explain(events, self._endings, time.monotonic_ns()):
+            self._note(line)

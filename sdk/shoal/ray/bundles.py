@@ -1,0 +1,86 @@
+"""Places for launchers in a Ray cluster: placement groups, and in each bundle an actor that runs a command.
+
+The bundles that a run cannot begin without are one group, which Ray places as a whole. Each further one is a group of its own: Ray (and its
+autoscaler) places it whenever there is room. When a machine dies, Ray places its bundles anew, starts their actors there, and has them run
+their commands again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Final, Self
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from shoal_common.errors import DeadlineError
+
+from shoal.ray.command import CommandActor
+
+_THREADS: Final = 2
+"""Threads of each actor: one runs the command, one answers meanwhile."""
+
+
+class Bundles:
+    """All bundles of a run, alike. A context manager: at its end actors, commands and groups are gone."""
+
+    def __init__(self, what: str, resources: Mapping[str, float], *, strategy: str) -> None:
+        """`what` they are for, to people."""
+        self._what = what
+        self._resources = dict(resources)
+        self._strategy = strategy
+        self._groups: list[Any] = []
+        self.actors: list[Any] = []
+
+    def place(self, least: int, most: int, *, timeout: timedelta) -> None:
+        """Waits until `least` have a place, and asks for the others. Raises DeadlineError, which says what the cluster has."""
+        group = self._ask_for(least)
+        if not group.wait(timeout.total_seconds()):
+            raise DeadlineError(
+                f"Ray has found no place for {least} x {_told(self._resources)} (strategy {self._strategy}) within "
+                f"{timeout.total_seconds():g} s (placement_timeout): the cluster has {_told(ray.cluster_resources())}, of which "
+                f"{_told(ray.available_resources())} are free; ask for less, or add nodes",
+                reason="RESOURCES_UNAVAILABLE",
+            )
+        for index in range(least):
+            self.actors.append(self._actor(group, index))
+        for _ in range(most - least):
+            self.actors.append(self._actor(self._ask_for(1), 0))
+
+    def _ask_for(self, count: int) -> Any:
+        self._groups.append(placement_group([self._resources] * count, strategy=self._strategy))
+        return self._groups[-1]
+
+    def _actor(self, group: Any, index: int) -> Any:
+        custom = dict(self._resources)
+        actor: Any = ray.remote(CommandActor)
+        return actor.options(
+            num_cpus=custom.pop("CPU", 0),
+            num_gpus=custom.pop("GPU", 0),
+            memory=custom.pop("memory", None),
+            resources=custom,
+            max_concurrency=_THREADS,
+            max_restarts=-1,
+            max_task_retries=-1,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+        ).remote(f"{self._what} {len(self.actors)}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Kills what runs, and gives the places back."""
+        for actor in self.actors:
+            with contextlib.suppress(RayError):
+                ray.kill(actor)
+        for group in self._groups:
+            with contextlib.suppress(RayError):
+                remove_placement_group(group)
+
+
+def _told(resources: Mapping[str, float]) -> str:
+    shown = {name: amount for name, amount in resources.items() if not name.startswith(("node:", "bundle_")) and "_group_" not in name}
+    return ", ".join(f"{name} {amount:g}" for name, amount in sorted(shown.items())) or "nothing"

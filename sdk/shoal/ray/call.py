@@ -1,0 +1,140 @@
+"""A function on its way to the ranks, and what it returns or raises on its way back, as files beside a launcher.
+
+They are pickled by Ray's cloudpickle, as all functions that Ray runs: whoever may submit work to a Ray cluster may run code there anyway
+(docs/decisions/0210). The actors in between pass bytes on; the worker that is to call the function reads them, and the driver what it
+returned. Ray is imported by these two alone.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from shoal_common.errors import ConfigurationError
+
+from shoal.ray.command import PATH, Ended
+
+CALL: Final = "call"
+"""File that holds the function and its arguments."""
+_VALUE: Final = "value-{}.left"
+_FAILURE: Final = "failure-{}.left"
+
+
+@dataclass(frozen=True)
+class Value:
+    """What one rank's call returned."""
+
+    rank: int
+    world_size: int
+    """World size of the generation in which the rank came to its end."""
+    value: Any
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What one rank's call raised."""
+
+    at: float
+    """Unix time, on its machine's clock."""
+    rank: int
+    error: BaseException
+    """Itself, or where it cannot be pickled a RuntimeError with its text."""
+    trace: str
+
+
+def packed(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
+    """The call as bytes. Raises ConfigurationError for what cannot be pickled."""
+    from ray import cloudpickle
+
+    try:
+        call: bytes = cloudpickle.dumps((function, tuple(arguments)))
+    except Exception as error:
+        raise ConfigurationError(
+            f"shoal.ray.run({_named(function)}): the function or its arguments cannot be pickled: {error}; make what it needs (models, "
+            "datasets, open files) inside it"
+        ) from error
+    return call
+
+
+def call_here(directory: Path, index: int, *, standing: Callable[[], tuple[int, int]]) -> None:
+    """Makes the call that is in `directory`, and leaves what it returns, or raises, there.
+
+    Args:
+        directory: shared with the actor.
+        index: this worker's local rank.
+        standing: this worker's rank and the world size, asked once the function has ended.
+
+    Raises:
+        ConfigurationError: what it returned cannot be pickled.
+        BaseException: what the function raised.
+    """
+    sys.path += [entry for entry in json.loads((directory / PATH).read_text()) if entry not in sys.path]
+    function, arguments = pickle.loads((directory / CALL).read_bytes())  # noqa: S301 - from the actor, through a directory of this user's
+    try:
+        value = function(*arguments)
+        content = _pickled_value(Value(*standing(), value), function)
+    except Exception as error:
+        failure = Failure(getattr(error, "failed_at", None) or time.time(), standing()[0], error, traceback.format_exc())
+        _leave(directory / _FAILURE.format(index), _pickled_failure(failure))
+        raise
+    _leave(directory / _VALUE.format(index), content)
+
+
+def values_in(ended: Iterable[Ended]) -> list[Value]:
+    """What calls have returned, by rank."""
+    return sorted(_read(ended, _VALUE), key=lambda value: value.rank)
+
+
+def first_failure_in(ended: Iterable[Ended]) -> Failure | None:
+    """The one that happened first: it is the cause, others follow from it."""
+    return min(_read(ended, _FAILURE), key=lambda failure: failure.at, default=None)
+
+
+def _read(ended: Iterable[Ended], name: str) -> list[Any]:
+    prefix = name.partition("{")[0]
+    found = [content for end in ended for file, content in sorted(end.files.items()) if file.startswith(prefix)]
+    return [pickle.loads(content) for content in found]  # noqa: S301 - from this run's own workers, over Ray
+
+
+def _pickled_value(value: Value, function: Callable[..., Any]) -> bytes:
+    from ray import cloudpickle
+
+    try:
+        content: bytes = cloudpickle.dumps(value)
+    except Exception as error:
+        raise ConfigurationError(
+            f"what {_named(function)} returned ({type(value.value).__name__}) cannot be pickled: {error}; return numbers, tensors or state "
+            "dicts"
+        ) from error
+    return content
+
+
+def _pickled_failure(failure: Failure) -> bytes:
+    from ray import cloudpickle
+
+    try:
+        content: bytes = cloudpickle.dumps(failure)
+        pickle.loads(content)  # noqa: S301 - some exceptions cannot be made again from what they were pickled as
+    except Exception:
+        told = RuntimeError(f"{type(failure.error).__name__}: {failure.error}")
+        content = cloudpickle.dumps(Failure(failure.at, failure.rank, told, failure.trace))
+    return content
+
+
+def _leave(path: Path, content: bytes) -> None:
+    """Whole, or not at all."""
+    part = path.with_suffix(".part")
+    with part.open("wb") as file:
+        file.write(content)
+    part.replace(path)
+
+
+def _named(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", None) or type(function).__name__

@@ -1,0 +1,123 @@
+"""What is to run on Ray, checked, and as commands for its machines. Knows nothing of Ray but the names of its resources."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from shoal_common.errors import ConfigurationError
+
+from shoal.launcher.settings import NodeRange
+from shoal.ray.command import HERE, SUMMARY, Command
+
+TOKENS: Final = "tokens"
+"""File beside a server: who may call it."""
+_JOIN_GRACE_S: Final = 30
+_STRATEGIES: Final = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+_SET_HERE: Final = frozenset(
+    {
+        *("--rdzv-endpoint", "--rdzv-id", "--rdzv-backend", "--rdzv-conf", "--standalone", "--run", "--resume", "--nnodes"),
+        *("--nproc-per-node", "--node-rank", "--master-addr", "--master-port", "--servers", "--server-backups", "--max-servers"),
+        *("--no-fail-fast", "--module", "-m"),
+    }
+)
+"""Flags of `shoal run` that are settled here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One run. Raises ConfigurationError, naming the argument of `shoal.ray.run` that cannot work."""
+
+    job_id: str
+    script: tuple[str, ...]
+    """What follows the flags of `shoal run`."""
+    files: Mapping[str, bytes] = field(repr=False)
+    """Beside each launcher."""
+    workers: int | tuple[int, int]
+    workers_per_bundle: int = 1
+    resources: Mapping[str, float]
+    strategy: str = "PACK"
+    servers: int = 0
+    server_backups: int = 0
+    server_resources: Mapping[str, float]
+    environment: Mapping[str, str] = field(repr=False)
+    flags: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        self._check_workers()
+        for name, resources in (("resources", self.resources), ("server_resources", self.server_resources)):
+            if not resources or any(amount <= 0 for amount in resources.values()):
+                raise ConfigurationError(f"{name}={dict(resources)}: expected amounts above 0 by Ray's names, as in {{'CPU': 1, 'GPU': 1}}")
+        if self.strategy not in _STRATEGIES:
+            raise ConfigurationError(f"strategy={self.strategy!r}: expected one of Ray's, {', '.join(_STRATEGIES)}")
+        if self.servers < 0 or self.server_backups not in (0, 1) or (self.server_backups and not self.servers):
+            raise ConfigurationError(
+                f"servers={self.servers}, server_backups={self.server_backups}: expected 0 servers or more, and 0 or 1 backup of each"
+            )
+        for flag in self.flags:
+            name = str(flag).partition("=")[0].replace("_", "-")
+            if name in _SET_HERE:
+                raise ConfigurationError(f"flags: {flag!r} is settled by shoal.ray.run itself; see its arguments for what can be said")
+
+    def _check_workers(self) -> None:
+        least, most = self.workers if isinstance(self.workers, tuple) else (self.workers, self.workers)
+        if not 1 <= least <= most:
+            raise ConfigurationError(f"workers={self.workers!r}: expected a number of at least 1, or (FEWEST, MOST) as in (2, 4)")
+        if self.workers_per_bundle < 1 or least % self.workers_per_bundle or most % self.workers_per_bundle:
+            raise ConfigurationError(
+                f"workers={self.workers!r}, workers_per_bundle={self.workers_per_bundle}: expected whole bundles, so a multiple of it"
+            )
+
+    @property
+    def nodes(self) -> NodeRange:
+        """Launchers, one a bundle. One is enough to go on, unless the fewest were named."""
+        if isinstance(self.workers, tuple):
+            least, most = self.workers
+            return NodeRange(least // self.workers_per_bundle, most // self.workers_per_bundle)
+        return NodeRange(1, self.workers // self.workers_per_bundle)
+
+    @property
+    def gang(self) -> int:
+        """Launchers that are placed together, before any starts."""
+        return self.nodes.least if isinstance(self.workers, tuple) else self.nodes.most
+
+    @property
+    def server_processes(self) -> int:
+        return self.servers * (1 + self.server_backups)
+
+    def launcher(self, coordinator: str, *, secrets: Mapping[str, str]) -> Command:
+        """`shoal run`. A job's id is of one run alone, and `--run 1` keeps a launcher that comes after its end from beginning another."""
+        nodes = self.nodes
+        flags: dict[str, str | int] = {
+            "--rdzv-endpoint": coordinator,
+            "--rdzv-id": self.job_id,
+            "--run": 1,
+            "--nnodes": f"{nodes.least}:{nodes.most}",
+            "--nproc-per-node": self.workers_per_bundle,
+            "--servers": self.servers,
+            "--server-backups": self.server_backups,
+        }
+        if self.gang == nodes.most:  # all are placed together: it is worth waiting for the last
+            flags["--rdzv-conf"] = f"last_call_timeout={_JOIN_GRACE_S}"
+        settled = [str(word) for pair in flags.items() for word in pair]
+        arguments = (f"{HERE}/{SUMMARY}", "run", *map(str, self.flags), *settled, *self.script)
+        return Command(module="shoal.cli.summarized", arguments=arguments, environment={**self.environment, **secrets}, files=self.files)
+
+    def server(self, index: int, coordinator: str, *, token: str, tokens: bytes) -> Command:
+        """`shoal-ps-server`. Its data is beside it: there when it is started again, and gone with its machine."""
+        identity = (
+            "--listen",
+            "0.0.0.0:0",
+            "--insecure",
+            "--coordinator",
+            coordinator,
+            "--job",
+            self.job_id,
+            "--server-id",
+            f"ps-{index}",
+        )
+        data = ("--tokens", f"{HERE}/{TOKENS}", "--data-dir", f"{HERE}/data")
+        arguments = (*identity, *data)
+        environment = {**self.environment, "SHOAL_PS_SERVER_TOKEN": token}
+        return Command(module="shoal_ps_server", arguments=arguments, environment=environment, files={TOKENS: tokens})

@@ -1,0 +1,231 @@
+"""Follows the commands of a run on Ray from their start to the run's end, and says how it ended.
+
+Ray itself starts anew what was lost with a machine (`bundles`), so what is decided here is what an end means, which commands are waited for
+when the run is over, and when nobody is left. A command that ended for what happened to it is run again in its place (docs/exit-status.md).
+
+All belongs to the thread that calls `Supervision.run`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Final
+
+import ray
+from ray.exceptions import RayError
+from shoal_common.errors import DeadlineError, UnavailableError
+
+from shoal.ray.command import Command, Ended
+
+_log = logging.getLogger("shoal.ray")
+
+_TICK_S: Final = 0.5
+_LOOK_S: Final = 5.0
+"""Between two questions to an actor whether it runs."""
+_ANSWER_S: Final = 10.0
+"""Who has not answered for so long does not run: its machine is lost, or Ray has no place for it."""
+_END_GRACE_S: Final = 300.0
+"""How long launchers that still run are waited for when one has finished: their scripts have come to the same end, and save."""
+_FAILURE_GRACE_S: Final = 90.0
+"""How long launchers that still run are waited for when the job has failed: they give their workers 30 s."""
+_LEAVE_S: Final = 5.0
+"""How long an actor may take to confirm that it has passed SIGTERM on."""
+_MOST_RERUNS: Final = 10
+
+
+@dataclass(eq=False)
+class Seat:
+    """A command with its actor."""
+
+    name: str
+    command: Command
+    actor: Any
+    result: Any = None
+    """Ray's reference to the end of the command; None: it has ended for good."""
+    look: Any = None
+    """Ray's reference to the answer to the question whether the actor runs; None: none is due."""
+    looked_at: float = 0.0
+    answered_at: float | None = None
+    host: str = ""
+    """Host name of the machine on which it runs. Empty: it has not run yet, or does not any more."""
+    pid: int = 0
+    """Process id of the actor on that machine: an actor that Ray has started in its place has another."""
+    earlier: list[Ended] = field(default_factory=list)
+    """Ends after which it was run again."""
+
+    def begin(self) -> None:
+        self.result = self.actor.run.remote(self.command)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it has answered lately."""
+        return self.answered_at is not None and time.monotonic() < self.answered_at + _ANSWER_S
+
+
+@dataclass
+class Outcome:
+    """How the launchers ended."""
+
+    finished: list[Ended] = field(default_factory=list)
+    """Launchers that ended with status 0: the job is finished."""
+    failed: list[Ended] = field(default_factory=list)
+    """Launchers that ended with another, and were not run again."""
+    earlier: list[Ended] = field(default_factory=list)
+    """How they had ended before, when they were run again."""
+    lost: list[str] = field(default_factory=list)
+    """What Ray says of those that it could not run."""
+
+    @property
+    def came_to_the_end(self) -> bool:
+        """Whether the script did, on every worker that the run had then: some finished, and none failed."""
+        return bool(self.finished) and not any(ended.has_failed for ended in self.failed)
+
+
+class Supervision:
+    """One run. `run` may be called once."""
+
+    def __init__(self, launchers: Sequence[Seat], servers: Sequence[Seat], *, tend: Callable[[], None], patience: timedelta) -> None:
+        """
+        Args:
+            launchers: the run is over when they have ended.
+            servers: parameter servers, which end after them.
+            tend: called every half second.
+            patience: how long Ray may have no place for any launcher.
+        """
+        self._launchers = list(launchers)
+        self._servers = list(servers)
+        self._tend = tend
+        self._patience = patience
+        self._outcome = Outcome()
+        self._ending_at: float | None = None
+        """When the first launcher ended for good; None: none has."""
+        self._seen_at = time.monotonic()
+        """When a launcher answered last."""
+
+    def run(self) -> Outcome:
+        """Blocks until the job has ended. Raises DeadlineError when no launcher has run for too long, UnavailableError when a parameter
+        server is lost for good."""
+        for seat in (*self._servers, *self._launchers):
+            seat.begin()
+        while left := self._left(self._launchers):
+            if self._is_over(left):
+                break
+            running = {seat.result: seat for seat in (*left, *self._left(self._servers))}
+            for result in ray.wait(list(running), num_returns=1, timeout=_TICK_S)[0]:
+                self._hear(running[result])
+            self._look()
+            self._tend()
+        return self._outcome
+
+    def stop(self, grace: timedelta) -> None:
+        """SIGTERM to the commands that run; blocks until they have ended, for as long as `grace`."""
+        left = [*(seat for seat in self._left(self._launchers) if seat.is_there), *self._left(self._servers)]
+        told = {self._ask(seat.actor.stop): seat for seat in left}
+        heard, _ = ray.wait(list(told), num_returns=len(told), timeout=_LEAVE_S) if told else ([], [])
+        results = [told[each].result for each in heard]
+        if results:
+            ray.wait(results, num_returns=len(results), timeout=grace.total_seconds())
+
+    @staticmethod
+    def _left(seats: Sequence[Seat]) -> list[Seat]:
+        return [seat for seat in seats if seat.result is not None]
+
+    @staticmethod
+    def _ask(method: Any) -> Any:
+        """A question that is for the actor as it is now, and not for the one that Ray starts in its place."""
+        return method.options(max_task_retries=0).remote()
+
+    # ------------------------------------------------------------------------------------------------------------------------------ ends
+
+    def _hear(self, seat: Seat) -> None:
+        try:
+            ended: Ended = ray.get(seat.result)
+        except RayError as error:
+            seat.result = None
+            self._given_up(seat, f"{type(error).__name__}: {error}")
+            return
+        seat.result = None
+        if ended.status == 0 and seat in self._launchers:
+            self._outcome.finished.append(ended)
+            self._begin_to_end()
+        elif ended.status == 0:
+            pass  # a server, at the end of its job
+        elif self._may_run_again(seat, ended):
+            seat.earlier.append(ended)
+            _log.warning(f"{seat.name} on {ended.host} ended with status {ended.status}, and is started again")
+            seat.begin()
+        elif seat in self._servers or (ended.was_ended and self._ending_at is None):
+            self._given_up(seat, f"it ended with status {ended.status} on {ended.host}, {len(seat.earlier) + 1} times; its output says why")
+        else:
+            self._outcome.earlier += seat.earlier
+            self._outcome.failed.append(ended)
+            if ended.has_failed or self._ending_at is not None:
+                self._begin_to_end()
+            else:  # it came too late, or did not reach the coordinator; or the job has failed, and the others end by themselves
+                _log.warning(
+                    f"{seat.name} on {ended.host} ended with status {ended.status}, and none of its workers failed: the others go on"
+                )
+
+    def _may_run_again(self, seat: Seat, ended: Ended) -> bool:
+        if self._ending_at is not None or len(seat.earlier) >= _MOST_RERUNS:
+            return False
+        return seat in self._servers or ended.was_ended
+
+    def _given_up(self, seat: Seat, why: str) -> None:
+        if seat in self._servers and self._ending_at is None:
+            raise UnavailableError(f"{seat.name} is lost for good: {why}", reason="SERVICE_FAILED")
+        if seat in self._launchers:
+            self._outcome.lost.append(f"{seat.name}: {why}")
+            _log.warning(f"{seat.name} is given up, and the others go on: {why}")
+
+    def _begin_to_end(self) -> None:
+        """The run comes to its end: launchers that do not run now are waited for no more, since they would come too late."""
+        if self._ending_at is None:
+            self._ending_at = time.monotonic()
+            for seat in self._left(self._launchers):
+                seat.look, seat.looked_at, seat.answered_at = None, 0.0, None
+
+    def _is_over(self, left: Sequence[Seat]) -> bool:
+        now = time.monotonic()
+        if self._ending_at is not None:
+            grace_s = _END_GRACE_S if self._outcome.finished else _FAILURE_GRACE_S
+            unanswered = all(seat.answered_at is None for seat in left) and now > self._ending_at + _ANSWER_S
+            return unanswered or now > self._ending_at + grace_s
+        if now > self._seen_at + self._patience.total_seconds():
+            raise DeadlineError(
+                f"no launcher has run for {self._patience.total_seconds():g} s (placement_timeout): Ray has no place for any; add nodes",
+                reason="RESOURCES_UNAVAILABLE",
+            )
+        return False
+
+    # ------------------------------------------------------------------------------------------------------------------------- who is there
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        for seat in self._left(self._launchers):
+            if seat.look is not None and ray.wait([seat.look], timeout=0)[0]:
+                self._answered(seat)
+            if seat.look is None and now > seat.looked_at + _LOOK_S:
+                seat.look, seat.looked_at = self._ask(seat.actor.where), now
+            if seat.host and not seat.is_there and self._ending_at is None:
+                _log.warning(f"{seat.name} was lost with {seat.host}: Ray finds another place for it, and the others go on meanwhile")
+                seat.host = ""
+
+    def _answered(self, seat: Seat) -> None:
+        look, seat.look = seat.look, None
+        try:
+            host, pid = ray.get(look)
+        except RayError:
+            if self._ending_at is None:
+                seat.answered_at = None
+            return
+        seat.answered_at = self._seen_at = time.monotonic()
+        if not seat.host:
+            _log.info("%s runs on %s", seat.name, host)
+        elif pid != seat.pid:
+            _log.warning(f"{seat.name} was lost with {seat.host}: Ray found another place for it, on {host}; the others went on")
+        seat.host, seat.pid = host, pid

@@ -1,0 +1,24 @@
+"""What a launcher on Ray starts as a worker when a function is to run: `python -m shoal.ray.worker`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from shoal.ray.call import call_here
+from shoal.ray.command import DIRECTORY
+
+
+def _standing() -> tuple[int, int]:
+    """Rank and world size: the session's, where the function has made one; else torchrun's."""
+    if "shoal_worker.elastic.worker_process" in sys.modules:
+        from shoal_worker.elastic.worker_process import find_session
+
+        if (session := find_session()) is not None:
+            return session.rank, session.world_size
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+if __name__ == "__main__":
+    call_here(Path(os.environ[DIRECTORY]), int(os.environ["LOCAL_RANK"]), standing=_standing)

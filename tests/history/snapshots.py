@@ -1,0 +1,18 @@
+"""Reads what a server has left at its end, for the checks that hold a history against it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+
+def read_snapshot(path: Path) -> tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]:
+    """What a snapshot's metadata says, and its tensors by name."""
+    with safe_open(path, framework="pt") as file:
+        names: list[str] = file.keys()
+        return json.loads(file.metadata()["shoal"]), {name: file.get_tensor(name) for name in names}

@@ -1,0 +1,20 @@
+"""An error of the command line names its reason, by which docs/troubleshooting.md has more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Shell = Any  # of tests/integration/conftest.py
+
+
+def test_an_error_ends_with_its_reason(shell: Shell) -> None:
+    status, _, told = shell.run("logs", "--job", "nope")
+    assert status == 1
+    assert told.startswith("shoal: the output of job 'nope' is not kept here")
+    assert told.rstrip().endswith("[LOG_UNKNOWN]")
+
+
+def test_an_error_whose_class_says_all_has_its_message_alone(shell: Shell) -> None:
+    status, _, told = shell.run("run", "--standalone", "nowhere.py")
+    assert status == 2
+    assert told.rstrip().endswith("for another program shoal run --no-python")

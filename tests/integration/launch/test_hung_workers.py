@@ -1,0 +1,42 @@
+"""A worker that hangs does not hear that it was put out of the job: its launcher ends it."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from typing import Any
+
+import pytest
+
+Shell = Any  # of tests/integration/conftest.py
+
+TRAINING = """
+    import os, pathlib, signal
+    import shoal, torch
+
+    shoal.init()
+    net = torch.nn.Linear(3, 1)
+    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.01))
+    loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.randn(100, 3)), global_batch_size=10)
+    hung = pathlib.Path("hung")
+    for (x,) in loader:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if shoal.rank() == 1 and loader.global_step == 5 and not hung.exists():
+            hung.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+    print("ended at step", loader.global_step, "of a world of", shoal.world_size())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_run_whose_worker_hangs_comes_to_its_end_without_it(shell: Shell) -> None:
+    """The worker's lease is 30 seconds, and it has 20 more to end by itself."""
+    command = shell.start("run", "--standalone", "--nproc-per-node", "2", shell.script(textwrap.dedent(TRAINING)))
+    assert command.wait() == 0, command.stderr
+    assert re.search(r"worker 1 \(pid \d+\) was put out of the job and has not ended for 2\d s: it hangs, and is killed", command.stderr)
+    assert "[0]: ended at step 10 of a world of 1" in command.stdout
+    assert "although 1 of its workers failed on the way" in command.stderr
+    assert command.family() == []

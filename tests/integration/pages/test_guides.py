@@ -1,0 +1,16 @@
+"""Guides that show a terminal: what they show is what is printed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.sessions import Session, blocks_of
+
+GUIDES = Path(__file__).parents[3] / "docs" / "guides"
+
+
+@pytest.mark.slow
+def test_a_hang_is_told_as_the_guide_says(session: Session) -> None:
+    session.follow(blocks_of(GUIDES / "hangs.md"))

@@ -1,0 +1,132 @@
+"""A generator and a discriminator in one loop: all updates of a batch count, or none, whoever dies between them."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shoal_worker.data.record import audit
+
+from tests.integration.worker_elastic.cluster import Cluster, cluster
+from tests.zygote.children import Zygote
+
+SCRIPT = Path(__file__).parent / "gan.py"
+EPOCHS = 3
+STEPS = 8 * EPOCHS
+
+
+MOMENTS = ["several_models.updated@10", "several_models.sealed@10", "several_models.closed@10", "session.after_commit@10"]
+QUICK = {
+    ("ddp", "several_models.updated@10=kill"),
+    ("zero1", "several_models.closed@10=kill"),
+    ("zero2", "several_models.updated@10=kill"),
+    ("zero3", "several_models.sealed@10=kill"),
+    ("ddp", "several_models.closed@10=lose"),
+    ("zero3", "several_models.closed@10=lose"),
+    ("zero2", "reduction.completed@16=lose"),
+}
+"""The rest is part of `make parity`."""
+
+
+def cases(action: str, strategies: list[str], moments: list[str]) -> list[Any]:
+    all_of_them = [(strategy, f"{moment}={action}") for strategy in strategies for moment in moments]
+    return [pytest.param(*case, marks=() if case in QUICK else pytest.mark.matrix) for case in all_of_them]
+
+
+def run_alone(zygote: Zygote, directory: Path, **environment: str) -> dict[str, Any]:
+    with cluster(zygote, directory, max_workers=1, script=SCRIPT, EPOCHS=str(EPOCHS), **environment) as running:
+        running.start(0)
+        (result,) = running.finish(0)
+    return result
+
+
+@pytest.fixture(scope="module", params=["3", pytest.param("1", marks=pytest.mark.matrix)])
+def every(request: pytest.FixtureRequest) -> str:
+    """After how many batches the generator takes a step."""
+    value: str = request.param
+    return value
+
+
+@pytest.fixture(scope="module")
+def alone(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory, every: str) -> dict[str, Any]:
+    """The run of one worker, without a fault."""
+    result = run_alone(zygote, tmp_path_factory.mktemp("alone"), EVERY=every)
+    assert result["updates"] == [STEPS // int(every), STEPS]
+    return result
+
+
+def check_same_run(results: list[dict[str, Any]], alone: dict[str, Any], running: Cluster) -> None:
+    for result in results:
+        for name in ("steps", "updates", "lr"):
+            assert result[name] == alone[name]
+        assert result["parameters"] == results[0]["parameters"]
+        for own, expected in zip(result["parameters"], alone["parameters"], strict=True):
+            assert own == pytest.approx(expected, rel=1e-8, abs=1e-10)
+    verdict = audit(running.records)
+    assert len(verdict.epochs) == EPOCHS
+    assert all(epoch.exactly_once for epoch in verdict.epochs), verdict
+
+
+def run_with_a_fault(zygote: Zygote, directory: Path, alone: dict[str, Any], failpoint: str, **environment: str) -> None:
+    """Three workers, of which the second comes to `failpoint`: it is killed, or loses its group and goes on."""
+    survivors = (0, 1, 2) if failpoint.endswith("lose") else (0, 2)
+    with cluster(zygote, directory, script=SCRIPT, EPOCHS=str(EPOCHS), **environment) as running:
+        for index in range(3):
+            running.start(index, **({"SHOAL_FAILPOINTS": failpoint} if index == 1 else {}))
+        check_same_run(running.finish(*survivors), alone, running)
+
+
+@pytest.mark.parametrize(("strategy", "failpoint"), cases("kill", ["ddp", "zero1", "zero2", "zero3", "hsdp"], MOMENTS))
+def test_a_worker_killed_between_two_updates_costs_the_others_nothing(
+    zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str, failpoint: str
+) -> None:
+    run_with_a_fault(zygote, tmp_path, alone, failpoint, STRATEGY=strategy, EVERY=every)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "failpoint"),
+    cases("lose", ["ddp", "zero2", "zero3"], ["reduction.completed@16", "several_models.sealed@10", "several_models.closed@10"]),
+)
+def test_a_rank_that_lost_its_group_does_what_its_peers_did(
+    zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str, failpoint: str
+) -> None:
+    """Whose closing came back has made the step count, for all."""
+    run_with_a_fault(zygote, tmp_path, alone, failpoint, STRATEGY=strategy, EVERY=every)
+
+
+@pytest.mark.parametrize("failpoint", ["step.closed@14=lose", "several_models.updated@10=kill"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_a_scale_that_an_update_was_made_with_is_undone_with_it(
+    zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str, failpoint: str
+) -> None:
+    """Else ranks of which one has made the update, and one has not, would hold different settings."""
+    run_with_a_fault(zygote, tmp_path, alone, failpoint, STRATEGY=strategy, EVERY=every, SCALED="1")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_replacement_is_given_both_models(zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str) -> None:
+    with cluster(zygote, tmp_path, script=SCRIPT, EPOCHS=str(EPOCHS), STRATEGY=strategy, EVERY=every) as running:
+        with running.held():
+            for index in range(3):
+                running.start(index)
+            running.wait_steps(4)
+            running.signal(1, signal.SIGKILL)
+            running.start(3)
+            running.wait_ranked(3)
+        check_same_run(running.finish(0, 2, 3), alone, running)
+
+
+@pytest.mark.parametrize(("strategy", "then"), [("ddp", "zero3"), ("zero3", "ddp"), ("zero1", "zero1")])
+def test_a_checkpoint_has_both_models(zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str, then: str) -> None:
+    checkpoints = str(tmp_path / "checkpoints")
+    for name, epochs, number, under in (("before", EPOCHS - 1, 2, strategy), ("after", EPOCHS, 3, then)):
+        (tmp_path / name).mkdir()
+        settings = {"EPOCHS": str(epochs), "STRATEGY": under, "EVERY": every, "CHECKPOINTS": checkpoints}
+        with cluster(zygote, tmp_path / name, min_workers=number, max_workers=number, script=SCRIPT, **settings) as running:
+            for index in range(number):
+                running.start(index)
+            results = running.finish(*range(number))
+    for result in results:
+        assert (result["steps"], result["updates"], result["lr"]) == (alone["steps"], alone["updates"], alone["lr"])
+        for own, expected in zip(result["parameters"], alone["parameters"], strict=True):
+            assert own == pytest.approx(expected, rel=1e-8, abs=1e-10)

@@ -1,0 +1,22 @@
+"""Plans held against ranks that are processes, over Gloo: bytes of storages, and bytes that the kernel has sent."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.planned import COMPARED, TOLERANCE, Compared, compare
+
+_HELD = [each for each in COMPARED if each.ranks == 2 and each.label != "local_sgd"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compared", _HELD, ids=lambda compared: compared.label)
+def test_a_run_holds_and_sends_what_was_planned(compared: Compared) -> None:
+    outcome = compare(compared)
+    assert outcome.planned["held"] == pytest.approx(outcome.measured["held"], rel=TOLERANCE)
+    assert outcome.planned["mirrors"] == pytest.approx(outcome.measured["mirrors"], rel=TOLERANCE)
+    assert outcome.planned["sent"] == pytest.approx(outcome.measured["sent"], rel=TOLERANCE)
+
+
+def test_the_runs_that_are_held_against_plans_are_of_the_strategies_that_synchronize_every_step() -> None:
+    assert {each.label.split()[0] for each in _HELD} == {"ddp", "zero1", "zero2", "zero3", "fsdp", "tensor", "pipeline"}

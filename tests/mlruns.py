@@ -1,0 +1,33 @@
+"""An MLflow store of files, as MLflow itself reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mlflow import MlflowClient
+from mlflow.entities import Run
+
+EXPERIMENT = "digits"
+
+
+def environment(directory: Path) -> dict[str, str]:
+    """Variables under which MLflow writes there, as it does only where it is allowed to; MLFLOW_STORE is the tests' own."""
+    return {
+        "MLFLOW_STORE": str(directory),
+        "MLFLOW_TRACKING_URI": directory.as_uri(),
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+    }
+
+
+def runs(directory: Path) -> list[Run]:
+    """All runs of the experiment."""
+    client = MlflowClient(directory.as_uri())
+    experiment = client.get_experiment_by_name(EXPERIMENT)
+    assert experiment is not None
+    return list(client.search_runs([experiment.experiment_id]))
+
+
+def points(directory: Path, run: Run, name: str) -> list[tuple[int, float]]:
+    """Steps and values of a metric, in the order in which they were written."""
+    return [(metric.step, metric.value) for metric in MlflowClient(directory.as_uri()).get_metric_history(run.info.run_id, name)]

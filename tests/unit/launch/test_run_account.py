@@ -1,0 +1,212 @@
+"""What a launcher makes of its workers' commits and the coordinator's events: pauses, figures, lines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from shoal.cli.live import LiveView
+from shoal.launcher.account import RunAccount, figures_lines
+from shoal.launcher.output import Stream
+from shoal_common.tally import Counts, Tally, TallyWriter, read_tally
+
+MS = 1_000_000
+BATCH = 96
+
+
+@dataclass
+class Clock:
+    ns: int = 1_000 * MS
+
+    def __call__(self) -> int:
+        return self.ns
+
+
+@dataclass(kw_only=True)
+class Event:
+    kind: str
+    generation: int = 0
+    member_id: str = ""
+    attributes: dict[str, str] = field(default_factory=dict)
+    event_id: str = "1"
+    run: int = 1
+
+
+class Run:
+    """Workers that commit together, 10 ms a step."""
+
+    def __init__(self, directory) -> None:
+        self.clock = Clock()
+        self.directory = directory
+        self.writers: dict[str, TallyWriter] = {}
+        self.commits: dict[str, int] = {}
+        self.before: dict[str, int] = {}
+        self.account = RunAccount()
+
+    def join(self, name: str, *, after: int = 0) -> None:
+        self.writers[name] = TallyWriter(self.directory / name, clock_ns=self.clock)
+        self.commits[name], self.before[name] = 0, after
+
+    def steps(self, first: int, last: int, *names: str, generation: int) -> None:
+        for step in range(first, last + 1):
+            self.clock.ns += 10 * MS
+            for name in names:
+                self.commits[name] += 1
+                counts = Counts(
+                    commits=self.commits[name],
+                    samples=step * BATCH,
+                    samples_before=self.before[name] * BATCH,
+                    steps_before=self.before[name],
+                    steps_in_all=100,
+                    losses=self.commits[name],
+                    loss_sum=2.0 * self.commits[name],
+                    loss=2.0,
+                )
+                self.writers[name].committed(counts, generation=generation, steps=step)
+
+    def look(self, *, settle: bool = False) -> None:
+        tallies = {name: tally for name in self.writers if (tally := read_tally(self.directory / name)) is not None}
+        self.account.take(tallies, self.clock.ns, settle=settle)
+
+
+@pytest.fixture
+def run(tmp_path) -> Run:
+    return Run(tmp_path)
+
+
+FORMED = Event(kind="generation_formed", generation=1, attributes={"world_size": "2"})
+LOST = Event(
+    kind="member_lost",
+    generation=1,
+    member_id="b",
+    attributes={"rank": "1", "who": "rank 1 (pid 7 on vm)", "detail": "its process ended with signal 9"},
+)
+
+
+def test_a_loss_and_a_join_are_told_with_their_pauses_and_the_step_from_which_it_went_on(run: Run) -> None:
+    for name in "ab":
+        run.join(name)
+    run.steps(1, 20, "a", "b", generation=1)
+    run.look()
+    run.clock.ns += 80 * MS
+    run.steps(21, 30, "a", generation=2)
+    run.join("c", after=30)
+    run.clock.ns += 40 * MS
+    run.steps(31, 50, "a", "c", generation=3)
+    run.clock.ns += 500 * MS
+    run.look()
+    formed = Event(kind="generation_formed", generation=2, attributes={"world_size": "1"})
+    joined = Event(kind="generation_formed", generation=3, attributes={"world_size": "2", "joined": "rank 1 (pid 9 on vm)"})
+    assert run.account.wants_events(run.clock.ns)
+    lines = run.account.explain([FORMED, LOST, formed, joined], {}, run.clock.ns)
+    assert lines == [
+        "rank 1 (pid 7 on vm) ended with SIGKILL: training stood still for 0.090 s and went on from step 20 with 1 rank",
+        "rank 1 (pid 9 on vm) joined: training stood still for 0.050 s and went on from step 30 with 2 ranks",
+    ]
+    figures = run.account.figures
+    assert (figures.steps, figures.samples, figures.faults, figures.joins, figures.leaves) == (50, 50 * BATCH, 1, 1, 0)
+    assert figures.paused_s == pytest.approx(0.14)
+    assert figures.longest_pause_s == pytest.approx(0.09)
+    assert figures.lost_s == pytest.approx(0.12)  # but for the steps of 10 ms
+    assert figures_lines(figures) == [
+        "50 steps, 4,800 samples in 0.6 s: 7,869 samples/s; loss 2",
+        "1 fault, 1 join, 0 leaves: 2 pauses, 0.140 s in all, 0.090 s the longest; 0.120 s lost",
+    ]
+
+
+def test_steps_taken_again_after_a_return_to_a_checkpoint_count_once_and_as_time_lost(run: Run) -> None:
+    for name in "ab":
+        run.join(name)
+    run.steps(1, 20, "a", "b", generation=1)
+    run.clock.ns += 90 * MS
+    run.steps(11, 40, "a", generation=2)
+    run.look(settle=True)
+    formed = Event(kind="generation_formed", generation=2, attributes={"world_size": "1"})
+    (line,) = run.account.explain([FORMED, LOST, formed], {"b": "ended with exit code 3"}, run.clock.ns)
+    assert line == (
+        "rank 1 (pid 7 on vm) ended with exit code 3: training stood still for 0.100 s and went on from step 10 with 1 rank; "
+        "10 steps from there on had been taken before"
+    )
+    figures = run.account.figures
+    assert (figures.steps, figures.samples) == (40, 40 * BATCH)
+    assert figures.lost_s == pytest.approx(0.09 + 0.1, abs=0.01)
+
+
+def test_a_rank_that_was_in_doubt_of_a_step_does_not_make_it_count_twice(run: Run) -> None:
+    for name in "ab":
+        run.join(name)
+    run.steps(1, 20, "a", "b", generation=1)
+    run.steps(21, 21, "a", generation=1)
+    run.clock.ns += 90 * MS
+    run.steps(21, 21, "b", generation=2)
+    run.steps(22, 30, "a", "b", generation=2)
+    run.look(settle=True)
+    (standstill,) = run.account.course.standstills
+    assert (standstill.steps, standstill.undone) == (21, 0)
+    assert run.account.figures.samples == 30 * BATCH
+
+
+def test_an_evaluation_is_no_pause(run: Run) -> None:
+    run.join("a")
+    run.steps(1, 20, "a", generation=1)
+    run.clock.ns += 3_000 * MS
+    run.steps(21, 30, "a", generation=1)
+    run.look(settle=True)
+    assert run.account.explain([FORMED], {}, run.clock.ns) == []
+    assert run.account.figures.pauses == ()
+    assert run.account.status is not None
+    assert run.account.status.left is not None
+    assert run.account.status.left.total_seconds() == pytest.approx(0.7)  # 70 steps of 10 ms
+
+
+def test_steps_of_seconds_are_no_pauses_and_give_the_time_left(run: Run) -> None:
+    run.join("a")
+    for step in range(1, 31):
+        run.clock.ns += 2_000 * MS
+        run.steps(step, step, "a", generation=1)
+        run.look()
+    run.look(settle=True)
+    assert run.account.course.standstills == []
+    run.account.explain([FORMED], {}, run.clock.ns)
+    run.clock.ns += 2_000 * MS
+    assert not run.account.wants_events(run.clock.ns), "the coordinator is not asked in each step"
+    status = run.account.status
+    assert status is not None
+    assert status.left is not None
+    assert status.left.total_seconds() == pytest.approx(70 * 2.01)
+
+
+def test_who_leaves_a_run_that_goes_on_has_left_it_and_all_together_have_not(run: Run) -> None:
+    run.join("a")
+    run.steps(1, 20, "a", generation=1)
+    run.steps(21, 30, "a", generation=2)
+    run.look(settle=True)
+    left = Event(kind="member_left", attributes={"rank": "1", "who": "rank 1 (pid 7 on vm)", "ending": "drained"})
+    formed = Event(kind="generation_formed", generation=2, attributes={"world_size": "1"})
+    (line,) = run.account.explain([FORMED, left, formed, left], {}, run.clock.ns)
+    assert line == "rank 1 (pid 7 on vm) left: training stood still for 0.010 s and went on from step 20 with 1 rank"
+    assert run.account.figures.leaves == 1
+
+
+def test_of_a_tally_that_is_torn_the_commit_before_is_read(tmp_path) -> None:
+    path = tmp_path / "tally"
+    writer = TallyWriter(path)
+    for step in (1, 2, 3):
+        writer.committed(Counts(commits=step, samples=step), generation=1, steps=step)
+    content = bytearray(path.read_bytes())
+    for at in (64, 64 + 192):
+        torn = bytearray(content)
+        torn[at + 20] ^= 0xFF
+        path.write_bytes(torn)
+        tally = read_tally(path)
+        assert isinstance(tally, Tally)
+        assert tally.counts.samples == tally.steps
+        assert tally.steps == (3 if at == 64 else 2)
+    assert read_tally(tmp_path / "none") is None
+
+
+def test_a_line_that_ends_with_a_carriage_return_is_shown_above_the_table(monkeypatch, capsys) -> None:
+    view = LiveView("127.0.0.1:1", "job", fallback=lambda stream, data: None, progress=True)
+    monkeypatch.setattr(Stream, "is_terminal", property(lambda stream: True))
+    view.write(Stream.OUT, b"[0]: first\r\n[0]: second\n[0]: third\r\n")
+    assert capsys.readouterr().out.splitlines() == ["[0]: first", "[0]: second", "[0]: third"]

@@ -1,0 +1,92 @@
+"""Streams of Hugging Face's `datasets` from local files, without a network: the same items after a resume, sought or passed over."""
+
+import json
+from pathlib import Path
+
+import pandas
+import pytest
+import shoal
+from shoal_worker.elastic.loader_interface import Placement
+
+ROWS = 100
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rows")
+    for part in range(4):
+        rows = range(part * ROWS // 4, (part + 1) * ROWS // 4)
+        (folder / f"{part}.jsonl").write_text("".join(json.dumps({"number": row, "text": f"row {row}"}) + "\n" for row in rows))
+    pandas.DataFrame({"number": range(ROWS), "text": [f"row {row}" for row in range(ROWS)]}).to_parquet(folder / "all.parquet")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+
+
+def streamed(files: Path, kind):
+    import datasets
+
+    datasets.disable_progress_bars()
+    if kind == "parquet":
+        return datasets.load_dataset("parquet", data_files=str(files / "all.parquet"), split="train", streaming=True)
+    rows = datasets.load_dataset("json", data_files=sorted(map(str, files.glob("*.jsonl"))), split="train", streaming=True)
+    if kind == "mapped":
+        return rows.map(lambda row: {"number": row["number"] + 1000}).filter(lambda row: row["number"] % 3)
+    return rows.shuffle(seed=3, buffer_size=20) if kind == "shuffled" else rows
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "mapped", "shuffled"])
+def test_a_stream_goes_on_where_it_was_and_each_row_comes_once(files, make_rank, kind, caplog):
+    def rank(state=None):
+        stream = streamed(files, kind)
+        return make_rank(
+            lambda: shoal.ElasticDataLoader(stream, global_batch_size=8, collate_fn=Texts),
+            Placement(generation=1, rank=0, world_size=1),
+            state,
+        )
+
+    def epoch(of, steps=None):
+        taken = []
+        while of.loader.epoch == 0 and (steps is None or len(taken) < steps):
+            taken.append(of.take())
+            of.commit()
+        return taken
+
+    whole = epoch(rank())
+    assert sorted(row for step in whole for row in step) == sorted(row["text"] for row in streamed(files, kind))
+    first = rank()
+    begun = epoch(first, steps=3)
+    state = json.loads(json.dumps(first.loader.state_dict()))
+    first.loader._supply._close()  # its threads would be left running
+    rest = epoch(rank(state))
+    assert begun + rest == whole
+    assert ("leads to another item" in caplog.text) == (kind == "shuffled"), "what is in a shuffle buffer is in no state_dict"
+
+
+def test_a_stream_is_shuffled_anew_each_epoch(files, make_rank):
+    stream = streamed(files, "shuffled")
+    rank = make_rank(
+        lambda: shoal.ElasticDataLoader(stream, global_batch_size=ROWS, collate_fn=Texts), Placement(generation=1, rank=0, world_size=1)
+    )
+    epochs = []
+    for _ in range(2):
+        epochs.append(rank.take())
+        rank.commit()
+        assert rank.take() is None or rank.loader.epoch == 1
+    assert sorted(epochs[0]) == sorted(epochs[1])
+    assert epochs[0] != epochs[1]
+    rank.loader._supply._close()
+
+
+class Texts(list):
+    """A batch's texts."""
+
+    def __init__(self, rows):
+        super().__init__(row["text"] for row in rows)
+
+    def tolist(self):
+        return list(self)

@@ -1,0 +1,174 @@
+"""Whole runs of simulated ranks over streams, with deaths, joins and lost steps at random: every item counts exactly once, and the steps
+are those of one rank."""
+
+import concurrent.futures
+import random
+import threading
+
+import pytest
+import shoal
+import torch
+from shoal_worker.data import iteration
+from shoal_worker.data.record import audit
+from shoal_worker.elastic.loader_interface import Placement
+
+from tests.unit.worker_data.sources import Forgetful, Numbers, Seeking
+from tests.unit.worker_data.test_data_world import EPOCHS, World
+
+EVENTS = ["commit", "commit", "commit", "kill behind", "kill ahead", "fall behind", "lost", "join"]
+
+
+class StreamWorld(World):
+    """Ranks that read streams. In a step they meet where the session sums their numbers: each takes it on a thread of its own."""
+
+    def __init__(self, directory, make_rank, make_stream, options):
+        self._make_stream = make_stream
+        self.steps = []
+        super().__init__(directory, make_rank, 0, options)
+
+    def _make_dataset(self):
+        return self._make_stream()
+
+    def _take_all(self):
+        meeting = Meeting(len(self.ranks))
+        for rank in self.ranks:
+            rank.session.sums = meeting.sum
+        if len(self.ranks) == 1 or not isinstance(self.ranks[0].loader.dataset, shoal.ShardedStream):
+            taken = super()._take_all()
+        else:
+            with concurrent.futures.ThreadPoolExecutor(len(self.ranks)) as threads:
+                taken = list(threads.map(self._take_in_thread, self.ranks))
+        if taken[0] is not None:
+            loader = self.ranks[0].loader
+            weights = [rank.session.said("assign")[-1][1].weight for rank in self.ranks]
+            items = [item for part, weight in zip(taken, weights, strict=True) if weight for item in part]  # nought: a stand-in
+            self.steps.append(((loader.epoch, loader.step), items))
+        return taken
+
+    def _take_in_thread(self, rank):
+        _thread.session = rank.session
+        return self._take(rank)
+
+
+_thread = threading.local()
+
+
+@pytest.fixture(autouse=True)
+def session_of_thread(monkeypatch):
+    """A thread that takes a rank's step finds the rank's session."""
+    of_process = iteration.current_loader_session
+    monkeypatch.setattr(iteration, "current_loader_session", lambda: getattr(_thread, "session", None) or of_process())
+
+
+class Meeting:
+    """Where the ranks add up what each gives."""
+
+    def __init__(self, world):
+        self._barrier, self._lock, self._given = threading.Barrier(world, timeout=20), threading.Lock(), []
+
+    def sum(self, values):
+        with self._lock:
+            self._given.append(values)
+        self._barrier.wait()
+        total = [sum(each) for each in zip(*self._given, strict=True)]
+        if self._barrier.wait() == 0:
+            self._given = []
+        self._barrier.wait()
+        return total
+
+
+def shards_of(lengths):
+    def read(shard):
+        yield from range(1000 * shard, 1000 * shard + lengths[shard])
+
+    return shoal.ShardedStream(range(len(lengths)), read)
+
+
+def run(directory, make_rank, make_stream, options, events):
+    world = StreamWorld(directory, make_rank, make_stream, options)
+    world.run(iter(events))
+    return dict(world.steps)
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("kind", [Numbers, Seeking, Forgetful])
+def test_a_stream_is_dealt_as_to_one_rank_whatever_happens(make_rank, tmp_path, kind, seed):
+    draw = random.Random(seed)
+    n, batch = draw.randint(1, 40), draw.randint(1, 12)
+    options = {
+        "global_batch_size": min(batch, n),
+        "micro_batch_size": draw.choice([None, min(3, batch, n)]),
+        "drop_last": draw.random() < 0.3,
+    }
+    alone = run(tmp_path / "alone", make_rank, lambda: kind(n, 7 if n % 7 else 1), options, [])
+    events = [draw.choice(EVENTS) for _ in range(25)]
+    steps = run(tmp_path / "faulty", make_rank, lambda: kind(n, 7 if n % 7 else 1), options, events)
+    assert steps == alone
+    whole = n // options["global_batch_size"] * options["global_batch_size"] if options["drop_last"] else n
+    verdict = audit(tmp_path / "faulty")
+    assert [(epoch.epoch, epoch.expected, epoch.once, epoch.repeated) for epoch in verdict.epochs] == [
+        (e, whole, whole, 0) for e in range(EPOCHS)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_shards_are_dealt_as_to_one_rank_whatever_happens(make_rank, tmp_path, seed):
+    draw = random.Random(seed)
+    lengths = [draw.choice([0, 1, 3, 10, 25]) for _ in range(draw.randint(1, 8))] + [draw.randint(1, 9)]
+    micro = draw.randint(1, 4)
+    options = {"global_batch_size": draw.randint(micro, 12), "micro_batch_size": micro, "shuffle": draw.random() < 0.5}
+    alone = run(tmp_path / "alone", make_rank, lambda: shards_of(lengths), options, [])
+    steps = run(tmp_path / "faulty", make_rank, lambda: shards_of(lengths), options, [draw.choice(EVENTS) for _ in range(25)])
+    assert steps == alone
+    for epoch in range(EPOCHS):
+        items = [item for (of, _), step in sorted(steps.items()) if of == epoch for item in step]
+        assert sorted(items) == [1000 * shard + i for shard, length in enumerate(lengths) for i in range(length)]
+    verdict = audit(tmp_path / "faulty")
+    assert [(epoch.expected, epoch.once, epoch.repeated) for epoch in verdict.epochs] == [(sum(lengths), sum(lengths), 0)] * EPOCHS
+
+
+def test_each_shard_is_read_by_one_rank(make_rank, tmp_path):
+    opened = []
+
+    def read(shard):
+        opened.append(shard)
+        yield from range(10 * shard, 10 * shard + 10)
+
+    options = {"global_batch_size": 4, "micro_batch_size": 1, "shuffle": False}
+    world = StreamWorld(tmp_path, make_rank, lambda: shoal.ShardedStream(range(12), read), options)
+    world._join(world.ranks[0].loader.state_dict())
+    world._join(world.ranks[0].loader.state_dict())
+    world.run(iter([]))
+    assert sorted(opened) == sorted([*range(12)] * EPOCHS)
+
+
+def test_what_a_stream_draws_is_the_same_after_it_was_passed_over(make_rank, tmp_path):
+    class Augmented(Numbers):
+        def __iter__(self):
+            return (number + 100 * int(torch.randint(1000, ())) + 10**6 * random.randrange(1000) for number in super().__iter__())
+
+    options = {"global_batch_size": 4}
+    alone = run(tmp_path / "alone", make_rank, lambda: Augmented(20), options, [])
+    faulty = run(tmp_path / "faulty", make_rank, lambda: Augmented(20), options, ["commit", "join", "commit", "kill behind", "join"])
+    assert faulty == alone
+
+
+def test_a_source_with_a_state_is_sought_in_and_another_is_passed_over(make_rank):
+    read = {}
+    for kind in (Numbers, Seeking, Forgetful):
+        stream = kind(40)
+        first = make_rank(
+            lambda stream=stream: shoal.ElasticDataLoader(stream, global_batch_size=10), Placement(generation=1, rank=0, world_size=1)
+        )
+        for _ in range(3):
+            first.take()
+            first.commit()
+        again = kind(40)
+        resumed = make_rank(
+            lambda again=again: shoal.ElasticDataLoader(again, global_batch_size=10),
+            Placement(generation=2, rank=0, world_size=1),
+            first.loader.state_dict(),
+        )
+        assert resumed.take() == stream.order()[30:]
+        read[kind] = again.read
+    assert read == {Numbers: 40, Seeking: 0, Forgetful: 40}  # the copy of it that seeks counts for itself

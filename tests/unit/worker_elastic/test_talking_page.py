@@ -1,0 +1,37 @@
+"""The example of docs/talking.md runs, and torchmetrics works as the page says."""
+
+from __future__ import annotations
+
+import pytest
+import shoal
+import torch
+import torchmetrics
+from torch import nn
+
+from tests.pages import example
+
+
+@pytest.mark.usefixtures("fresh_session")
+def test_the_pages_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(example("talking.md"), "talking.md", "exec"), {})
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["epoch 0", "epoch 1"]
+
+
+def test_a_metric_of_torchmetrics_is_that_of_all_ranks() -> None:
+    predictions = torch.arange(20) % 4
+    targets = torch.arange(20) % 3
+
+    def gathered(value: torch.Tensor, group: object = None) -> list[torch.Tensor]:
+        return shoal.gather(value)
+
+    def rank() -> float:
+        net = nn.Linear(2, 1)
+        shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
+        metric = torchmetrics.classification.MulticlassAccuracy(
+            4, average="micro", dist_sync_fn=gathered, distributed_available_fn=lambda: True
+        )
+        mine = slice(0, 12) if shoal.rank() == 0 else slice(12, 20)
+        metric.update(predictions[mine], targets[mine])
+        return float(metric.compute())
+
+    assert shoal.launch(rank, world_size=2) == [pytest.approx(float((predictions == targets).float().mean()))] * 2

@@ -1,0 +1,152 @@
+"""Deals a stream by position: every rank reads all of it, and passes over what is not its own.
+
+A step is the next `global_batch_size` items after the cursor. Every rank reads one item further than the step goes, and so knows without
+asking the others whether the step is short, and whether the epoch ends with it. What it read is compared with the others' in the step
+(`Supply.dealing`): a source that differs by rank, or ends elsewhere, is found before anything is applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shoal_common.errors import CorruptDataError
+
+from shoal_worker.data.cursor import LoaderProgress
+from shoal_worker.data.sampling import Block, EpochPlan
+from shoal_worker.data.step_batches import DealtStep, dealt_by
+from shoal_worker.data.stream_reader import Mark, SourceReader
+from shoal_worker.data.stream_supply import NO_END, STATE, StreamSupply, part_of_stream, set_epoch_of
+from shoal_worker.elastic.loader_interface import LoaderSession, Placement
+from shoal_worker.state.digest import STREAMED
+
+
+class PositionSupply(StreamSupply):
+    """Every rank reads the whole stream, and passes over what is not its own."""
+
+    def __init__(self, stream: Any, progress: LoaderProgress, **sizes: Any) -> None:
+        super().__init__(stream, progress, **sizes)
+        self._epoch = -1
+        """Which the mark and the reader are of."""
+        self._mark = Mark()
+        """The mark of the cursor."""
+        self._reader: SourceReader | None = None
+        self._told: tuple[DealtStep | None, Mark, dict[str, Any]] | None = None
+
+    def item(self, position: int) -> Any:
+        """See `StreamSupply`."""
+        assert self._reader is not None
+        return self._reader.item(position)
+
+    def take(self, placement: Placement, session: LoaderSession, loader: str) -> DealtStep | None:
+        """See `Supply`.
+
+        Raises:
+            PreconditionError (STREAM_NOT_REPEATED): the source gave other items than before.
+            ConfigurationError: it gave none.
+        """
+        cursor = self._progress.cursor
+        try:
+            reader = self._reader_at_cursor(loader)
+            reader.fill(cursor.samples + self._batch_size + (self._batch_size if self._drop_last else 1), every=self._batch_size)
+        except BaseException:  # Ctrl-C too: an iterator that raised goes on no more, and the next one begins at the mark
+            if self._reader is not None:
+                self._reader.close()
+            self._reader = None
+            raise
+        plan = self.plan(cursor.epoch)
+        positions = plan.step(cursor.samples)
+        if not positions:
+            self._check_not_empty(plan.length, loader)
+            self._end_epoch()
+            return None
+        self.current = dealt_by(plan, positions, cursor, placement)
+        return self.current
+
+    def plan(self, epoch: int) -> EpochPlan:
+        """See `Supply`."""
+        return self._plan(self._reader.end if self._reader is not None and epoch == self._epoch else None)
+
+    def account(self, dealt: DealtStep, block: Block) -> dict[str, Any]:
+        """See `Supply`. Until the end is known, the epoch has as many samples as were dealt of it."""
+        plan = self.plan(dealt.epoch)
+        expected = dealt.positions.stop if plan.length == NO_END else plan.counted
+        return {"samples": list(block.positions), "expected": expected, "dataset": -1, "drawn": False}
+
+    def dealing(self, epoch: int) -> dict[str, Any]:
+        """See `Supply`: what the stream gave up to the end of the step at hand, and whether it ends there."""
+        if self._told is None or self._told[0] is not self.current or self._told[1] is not self._mark:
+            mark, end = self._committed_mark(), None
+            if self.current is not None and self._reader is not None:
+                mark, end = self._reader.mark(self.current.positions.stop), self._reader.end
+            said = f"{mark.position} items, {mark.fingerprint:012x}" + (f", an end after {end}" if end is not None else "")
+            self._told = self.current, self._mark, {STREAMED: said}
+        return self._told[2]
+
+    @property
+    def ends_epoch(self) -> bool:
+        """See `Supply`."""
+        return self.current is not None and not self.plan(self.current.epoch).step(self.current.positions.stop)
+
+    def _advance(self, dealt: DealtStep) -> None:
+        assert self._reader is not None
+        stop = dealt.positions.stop
+        self._progress.cursor = self._progress.cursor.after_step(dealt.positions, self.plan(dealt.epoch))
+        if self._progress.cursor.epoch != dealt.epoch:
+            self._close()
+        else:
+            self._mark = self._reader.mark(stop)
+            self._reader.drop(stop)
+
+    def capture(self) -> dict[str, Any]:
+        """See `Supply`."""
+        mark = self._committed_mark()
+        if not mark.position:
+            return {}
+        return {STATE: {"fingerprint": mark.fingerprint, "following": mark.following, "state": mark.state}}
+
+    def load(self, state: Mapping[str, Any], *, loader: str) -> None:
+        """See `Supply`."""
+        position = state["samples"]
+        if position:
+            of_stream = part_of_stream(state, loader)
+            fingerprint, following, own = (of_stream.get(name) for name in ("fingerprint", "following", "state"))
+            if type(fingerprint) is not int or type(following) not in (int, type(None)) or type(own) not in (str, type(None)):
+                raise CorruptDataError(
+                    f"loader {loader!r}: the state of its stream is {of_stream!r}, which no release of Shoal has written"
+                )
+            mark = Mark(position=position, fingerprint=fingerprint, following=following, state=own)
+        else:
+            mark = Mark()
+        if state["epoch"] != self._epoch:
+            self._close()
+        self._epoch, self._mark = state["epoch"], mark
+
+    def _committed_mark(self) -> Mark:
+        """Returns the mark of the cursor; the script may have moved it to the head of another epoch."""
+        cursor = self._progress.cursor
+        return self._mark if (cursor.epoch, cursor.samples) == (self._epoch, self._mark.position) else Mark()
+
+    def _reader_at_cursor(self, loader: str) -> SourceReader:
+        epoch, mark = self._progress.cursor.epoch, self._committed_mark()
+        if self._epoch != epoch:
+            self._close()
+        self._epoch, self._mark = epoch, mark
+        reader = self._reader
+        if reader is not None and reader.holds(mark):
+            reader.drop(mark.position)
+            return reader
+        self._close()
+        set_epoch_of(self._stream, epoch)
+        name = f"loader {loader!r}: the stream {type(self._stream).__qualname__}"
+        self._reader = SourceReader(lambda: self._stream, key=(self._seed, epoch), name=name, at=mark)
+        return self._reader
+
+    def _end_epoch(self) -> None:
+        self._close()
+        self._progress.end_epoch()
+
+    def _close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+        self._reader, self._mark = None, Mark()

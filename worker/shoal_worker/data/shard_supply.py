@@ -1,0 +1,239 @@
+"""Deals a `ShardedStream`: each rank reads the shards of its lanes (`lanes.py`), and no others.
+
+Each step is settled by what all ranks tell each other of their lanes, in a short sum or two, before its batches are handed out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import xxhash
+from shoal_common.errors import CorruptDataError, PreconditionError
+
+from shoal_worker.data.cursor import LoaderProgress
+from shoal_worker.data.lanes import Allotment, Place, Report, ShardsRead
+from shoal_worker.data.sampling import Block, EpochPlan, part_of, permutation
+from shoal_worker.data.step_batches import DealtStep
+from shoal_worker.data.stream_reader import Mark, SourceReader
+from shoal_worker.data.stream_supply import STATE, StreamSupply, part_of_stream, set_epoch_of
+from shoal_worker.data.streams import ShardedStream
+from shoal_worker.elastic.loader_interface import LoaderSession, Placement
+from shoal_worker.state.digest import STREAMED
+
+
+class ShardSupply(StreamSupply):
+    """Each rank reads the shards of its lanes."""
+
+    def __init__(self, stream: ShardedStream, progress: LoaderProgress, *, shuffle: bool, **sizes: Any) -> None:
+        super().__init__(stream, progress, **sizes)
+        self._shards = stream.shards
+        self._read = stream.read
+        self._shuffle = shuffle
+        assert self._micro_batch_size is not None  # `check_stream`
+        starts = range(0, self._batch_size, self._micro_batch_size)
+        micro_batches = [min(self._micro_batch_size, self._batch_size - start) for start in starts]
+        lanes = min(len(micro_batches), len(self._shards))
+        self._sizes = [sum(micro_batches[part_of(len(micro_batches), lane, lanes)]) for lane in range(lanes)]
+        self._epoch = -1
+        """Which all below is of."""
+        self._read_so_far = self._nothing_read
+        self._allotment: Allotment | None = None
+        """The allotment of the step at hand."""
+        self._order: list[int] = []
+        """The shard at each place."""
+        self._readers: dict[int, SourceReader] = {}
+        """The readers of the shards that are this rank's, by place."""
+        self._items: dict[int, tuple[int, int]] = {}
+        """Place of the shard, and place in it, of this rank's items of the step, by position."""
+
+    def item(self, position: int) -> Any:
+        """See `StreamSupply`."""
+        place, offset = self._items[position]
+        return self._readers[place].item(offset)
+
+    def take(self, placement: Placement, session: LoaderSession, loader: str) -> DealtStep | None:
+        """See `Supply`.
+
+        Raises:
+            PreconditionError (STREAM_NOT_REPEATED): a shard gave other items than before.
+            ConfigurationError: the shards gave no items, or the strategy has no steps that all ranks take together.
+        """
+        cursor = self._progress.cursor
+        self._begin_at_cursor()
+        allotment = self._allotment = Allotment(self._read_so_far, shards=len(self._order), sizes=self._sizes)
+        mine = range(len(self._sizes))[part_of(len(self._sizes), placement.rank, placement.world_size)]
+        self._keep_readers({place.shard for lane in mine if (place := self._read_so_far.lanes[lane]) is not None})
+        whole = True
+        while whole and not allotment.settled:
+            own = [self._read_lane(allotment.to_read(lane), loader) if lane in mine else None for lane in range(len(self._sizes))]
+            everyones = self._tell(own, allotment, placement, session)
+            whole = everyones is not None
+            allotment.hear(own if everyones is None else everyones)
+        total = sum(allotment.counts())
+        if whole and (not total or (self._drop_last and total < self._batch_size)):
+            self._check_not_empty(total, loader)
+            self._forget()
+            self._progress.end_epoch()
+            return None
+        # In a step that a fault has made void already it matters to nobody which positions these are.
+        positions = range(cursor.samples, cursor.samples + max(total, 1))
+        lanes = self._blocks_of_lanes(allotment, cursor.samples)
+        self._items = {
+            position: place for lane in mine for position, place in zip(*self._placed(allotment, lane, cursor.samples), strict=True)
+        }
+        of_rank = [lanes[part_of(len(lanes), rank, placement.world_size)] for rank in range(placement.world_size)]
+        self.current = DealtStep(
+            placement=placement,
+            epoch=cursor.epoch,
+            number=cursor.step,
+            positions=positions,
+            blocks=tuple(block for blocks in of_rank[placement.rank] for block in blocks),
+            most_blocks=max(sum(map(len, blocks)) for blocks in of_rank),
+        )
+        return self.current
+
+    def plan(self, epoch: int) -> EpochPlan:
+        """See `Supply`."""
+        dealt, allotment = self.current, self._allotment
+        if dealt is None or allotment is None or epoch != dealt.epoch:
+            return self._plan(None)
+        return self._plan(dealt.positions.stop if allotment.after.is_over(len(self._order)) else None)
+
+    def account(self, dealt: DealtStep, block: Block) -> dict[str, Any]:
+        """See `Supply`. A sample is named by its shard and its place in it, so that one that was read twice is seen."""
+        samples = [(self._order[place] << 32) + offset for place, offset in map(self._items.__getitem__, block.positions)]
+        return {"samples": samples, "expected": dealt.positions.stop, "dataset": -1, "drawn": False}
+
+    def dealing(self, epoch: int) -> dict[str, Any]:
+        """See `Supply`: what is read of each shard at the end of the step at hand."""
+        read = self._allotment.after if self.current is not None and self._allotment is not None else self._committed()
+        return {STREAMED: xxhash.xxh3_64_hexdigest(repr(read).encode())}
+
+    @property
+    def ends_epoch(self) -> bool:
+        """See `Supply`."""
+        return self.current is not None and not self.plan(self.current.epoch).step(self.current.positions.stop)
+
+    def _advance(self, dealt: DealtStep) -> None:
+        assert self._allotment is not None
+        read = self._allotment.after
+        over = read.is_over(len(self._order))
+        self._progress.cursor = self._progress.cursor.after_step(dealt.positions, self._plan(dealt.positions.stop if over else None))
+        self._allotment, self._read_so_far = None, read
+        if over:
+            self._forget()
+            return
+        places = {place.shard: place.offset for place in read.lanes if place is not None}
+        self._keep_readers(places)
+        for place, reader in self._readers.items():
+            reader.drop(places[place])
+
+    def capture(self) -> dict[str, Any]:
+        """See `Supply`."""
+        return {STATE: self._committed().to_state()} if self._progress.cursor.samples else {}
+
+    def load(self, state: Mapping[str, Any], *, loader: str) -> None:
+        """See `Supply`."""
+        read = ShardsRead.from_state(part_of_stream(state, loader)) if state["samples"] else self._nothing_read
+        if any(place.shard >= len(self._shards) for place in (*read.lanes, *read.waiting) if place is not None):
+            raise CorruptDataError(f"loader {loader!r}: the state of its shards names one that is not among {len(self._shards)}")
+        if state["epoch"] != self._epoch:
+            self._forget()
+        self._epoch, self._read_so_far = state["epoch"], read.with_lanes(len(self._sizes))
+        self._order = self._order_of(self._epoch)
+
+    def _committed(self) -> ShardsRead:
+        cursor = self._progress.cursor
+        return self._read_so_far if cursor.epoch == self._epoch and cursor.samples else self._nothing_read
+
+    @property
+    def _nothing_read(self) -> ShardsRead:
+        return ShardsRead(lanes=(None,) * len(self._sizes))
+
+    def _begin_at_cursor(self) -> None:
+        epoch, read = self._progress.cursor.epoch, self._committed()
+        if epoch != self._epoch:
+            self._forget()
+            self._epoch, self._order = epoch, self._order_of(epoch)
+            set_epoch_of(self._stream, epoch)
+        self._read_so_far = read
+
+    def _order_of(self, epoch: int) -> list[int]:
+        return [int(shard) for shard in permutation(self._seed, epoch, len(self._shards), self._shuffle)]
+
+    def _forget(self) -> None:
+        self._keep_readers(())
+        self._allotment, self._read_so_far, self._items = None, self._nothing_read, {}
+
+    def _keep_readers(self, places: Iterable[int]) -> None:
+        kept = set(places)
+        for place in [place for place in self._readers if place not in kept]:
+            self._readers.pop(place).close()
+
+    def _read_lane(self, wanted: tuple[Place, int] | None, loader: str) -> Report | None:
+        """Reads what a lane of this rank needs in a round."""
+        if wanted is None:
+            return None
+        at, most = wanted
+        reader = self._readers.get(at.shard)
+        mark = Mark(position=at.offset, fingerprint=at.fingerprint)
+        if reader is None or not reader.holds(mark):
+            shard = self._order[at.shard]
+            name = f"loader {loader!r}: shard {self._shards[shard]!r}"
+            self._keep_readers(self._readers.keys() - {at.shard})
+            key = (self._seed, self._epoch, shard)
+            reader = self._readers[at.shard] = SourceReader(lambda: self._read(self._shards[shard]), key=key, name=name, at=mark)
+        try:
+            reader.fill(at.offset + most + 1)
+        except BaseException:  # Ctrl-C too: an iterator that raised goes on no more
+            self._readers.pop(at.shard).close()
+            raise
+        count = min(most, reader.stop - at.offset)
+        after = at.offset + count
+        return Report(count, reader.stop > after, reader.mark(after).fingerprint)
+
+    def _tell(
+        self, own: Sequence[Report | None], allotment: Allotment, placement: Placement, session: LoaderSession
+    ) -> list[Report | None] | None:
+        """What all ranks' lanes got in this round; None: a rank failed, and the step is void.
+
+        Raises:
+            PreconditionError (STREAM_NOT_REPEATED): another rank of this replica read something else in this rank's lanes.
+        """
+        leads = placement.leads_replica
+        numbers = [float(number) for report in own for number in (report if report is not None and leads else (0, 0, 0))]
+        summed = session.sum_numbers(numbers)
+        if summed is None:
+            return None
+        told: list[Report | None] = []
+        for lane, mine in enumerate(own):
+            count, more, fingerprint = map(int, summed[3 * lane : 3 * lane + 3])
+            report = Report(count, bool(more), fingerprint) if allotment.to_read(lane) is not None else None
+            if mine is not None and report != mine:
+                raise PreconditionError(
+                    f"two ranks of one replica of the model read different items of a shard: {mine} here, {report} there; a shard must "
+                    "give the same items on every machine",
+                    reason="STREAM_NOT_REPEATED",
+                )
+            told.append(report)
+        return told
+
+    def _placed(self, allotment: Allotment, lane: int, start: int) -> tuple[range, list[tuple[int, int]]]:
+        """The positions of a lane's items, and where they are."""
+        counts = allotment.counts()
+        first = start + sum(counts[:lane])
+        places = [(part.shard, part.offset + number) for part in allotment.segments(lane) for number in range(part.items)]
+        return range(first, first + counts[lane]), places
+
+    def _blocks_of_lanes(self, allotment: Allotment, start: int) -> list[list[Block]]:
+        """Each lane's micro-batches, numbered over the step."""
+        assert self._micro_batch_size is not None
+        lanes: list[list[Block]] = []
+        number = 0
+        for count in allotment.counts():
+            positions = range(start, start + count)
+            cuts = range(0, count, self._micro_batch_size)
+            lanes.append([Block(index=number + i, positions=positions[at : at + self._micro_batch_size]) for i, at in enumerate(cuts)])
+            number, start = number + len(cuts), start + count
+        return lanes

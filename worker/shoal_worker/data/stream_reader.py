@@ -1,0 +1,252 @@
+"""Reads one source in order, from any position that was committed: a stream, or one shard of a list.
+
+What was read is held until it is dropped, so that a lost step costs no reading. Opened within a source, the reader seeks, where the source
+has `state_dict` and `load_state_dict` (or its iterator has) and the state of that position was kept. Else it iterates from the source's
+beginning and passes over what comes before. Both are checked by fingerprints: a seek that leads to another item is given up for passing
+over; a source that gives other items than before ends in an error, since samples would be lost or seen twice.
+
+The random generators of torch, NumPy and Python are seeded before each item by its position, so that what a source draws from them is the
+same however the reader came there.
+
+Knows nothing of ranks and steps. Used by one thread.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from shoal_common.errors import ConfigurationError, PreconditionError
+
+from shoal_worker.data.fetch import seed
+from shoal_worker.data.fingerprints import chained, fingerprint
+from shoal_worker.state.serial import dump_tensors, load_tensors
+from shoal_worker.state.tree import flatten, unflatten
+
+_log = logging.getLogger(__name__)
+
+_END: Final = -1
+_UNCHANGING: Final = frozenset({int, float, complex, bool, str, bytes, type(None)})
+"""Types whose values nobody can change in place."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """A position in a source, with what is needed to come there again and to know that it is the same."""
+
+    position: int = 0
+    """Items before it."""
+    fingerprint: int = 0
+    """The fingerprint of the items before it."""
+    following: int | None = None
+    """Fingerprint of the item at it; -1: the source ends there; None: not known."""
+    state: str | None = None
+    """The source's own state there; None: it has none, or none that can be saved."""
+
+
+class SourceReader:
+    """One source, read from a mark on."""
+
+    def __init__(self, make: Callable[[], Iterable[Any]], *, key: Sequence[int], name: str, at: Mark | None = None) -> None:
+        """`make` gives the source; called once for each time that it is iterated. `key`: of the random numbers. `name`: for errors.
+
+        Raises:
+            PreconditionError (STREAM_NOT_REPEATED): the source gave other items than those before `at`.
+        """
+        at = at or Mark()
+        self.first = at.position
+        """Position of the first item held."""
+        self.end: int | None = None
+        """Number of items in the source, once it is known."""
+        self._make = make
+        self._key = tuple(key)
+        self._name = name
+        self._before = at.fingerprint
+        """The fingerprint of all items before `first`."""
+        self._held: deque[tuple[int, Any]] = deque()
+        """Fingerprint and item, from `first` on."""
+        self._states: dict[int, str | None] = {}
+        self._expected = at.following
+        """What the item at `stop` has to be, if that is known."""
+        self._source, self._iterator = self._open(at)
+
+    @property
+    def stop(self) -> int:
+        """Position after the last item held."""
+        return self.first + len(self._held)
+
+    def item(self, position: int) -> Any:
+        """A copy of the item at `position`, which is held: what is made of it in place is not seen when a step is done again."""
+        return _copied(self._held[position - self.first][1])
+
+    def holds(self, mark: Mark) -> bool:
+        """Whether this reader stands at `mark`, or before it with all items up to there."""
+        return self.first <= mark.position <= self.stop and self.mark(mark.position).fingerprint == mark.fingerprint
+
+    def fill(self, upto: int, *, every: int = 0) -> None:
+        """Reads until the items before `upto` are held, or the source ends. Keeps the source's state at `first` and each `every` items
+        after it, which is what `mark` gives there; 0: nowhere.
+
+        Raises what the source raises; the reader is of no further use then.
+        """
+        while self.end is None and self.stop < upto:
+            if every and (self.stop - self.first) % every == 0 and self.stop not in self._states:
+                self._states[self.stop] = self._state()
+            self._pull()
+
+    def mark(self, position: int) -> Mark:
+        """The mark of `position`, from `first` to `stop`."""
+        before = self._before
+        for mark, _ in itertools.islice(self._held, position - self.first):
+            before = chained(before, mark)
+        following = self._held[position - self.first][0] if position < self.stop else _END if position == self.end else None
+        return Mark(position=position, fingerprint=before, following=following, state=self._states.get(position))
+
+    def drop(self, position: int) -> None:
+        """The items before `position` are not needed any more."""
+        while self.first < position:
+            self._before = chained(self._before, self._held.popleft()[0])
+            self.first += 1
+        self._states = {at: state for at, state in self._states.items() if at >= position}
+
+    def close(self) -> None:
+        """Ends the iteration: a generator closes its files."""
+        _close(self._iterator)
+        self._held.clear()
+
+    # ------------------------------------------------------------------------------------------------------------- opening
+
+    def _open(self, at: Mark) -> tuple[Any, Iterator[Any]]:
+        if at.position and at.state is not None:
+            sought = self._seek(at, at.state)
+            if sought is not None:
+                return sought
+            _log.warning(
+                "%s: its state_dict of position %d leads to another item than the one that was there before (a shuffle buffer is not in "
+                "it, say); it is iterated from the beginning instead, and what comes before is passed over",
+                self._name,
+                at.position,
+            )
+        source = self._make()
+        iterator = iter(source)
+        passed = 0
+        for position in range(at.position):
+            seed((*self._key, position))
+            try:
+                passed = chained(passed, fingerprint(next(iterator)))
+            except StopIteration:
+                raise self._not_repeated(f"it ended after {position} items, and had at least {at.position} before") from None
+        if passed != at.fingerprint:
+            raise self._not_repeated(f"its first {at.position} items are not those that were trained on before")
+        return source, iterator
+
+    def _seek(self, at: Mark, state: str) -> tuple[Any, Iterator[Any]] | None:
+        """The source at `at` by its own state; None: that is not where it led."""
+        told = _decode(state)
+        source = self._make()
+        if told["of"] == "source":
+            source = _copy(source)  # what load_state_dict leaves in an object may change later iterations of it
+            source.load_state_dict(told["state"])
+        iterator: Any = iter(source)
+        if told["of"] != "source":
+            iterator.load_state_dict(told["state"])
+        if at.following is None:
+            return source, iterator
+        seed((*self._key, at.position))
+        try:
+            item = next(iterator)
+        except StopIteration:
+            self.end = at.position if at.following == _END else None
+            return (source, iterator) if at.following == _END else None
+        found = fingerprint(item)
+        if found != at.following:
+            _close(iterator)
+            return None
+        self._states[at.position] = state
+        self._held.append((found, item))
+        self._expected = None
+        return source, iterator
+
+    def _pull(self) -> None:
+        """Reads one item."""
+        at, expected = self.stop, self._expected
+        seed((*self._key, at))
+        try:
+            item = next(self._iterator)
+        except StopIteration:
+            if expected not in (None, _END):
+                raise self._not_repeated(f"it ended after {at} items, and had more before") from None
+            self.end = at
+            return
+        found = fingerprint(item)
+        if expected not in (None, found):
+            raise self._not_repeated(f"item {at} (from 0) is another one than before")
+        self._expected = None
+        self._held.append((found, item))
+
+    def _state(self) -> str | None:
+        candidates: tuple[tuple[str, Any], ...] = (("iterator", self._iterator), ("source", self._source))
+        for kind, what in candidates:
+            if callable(getattr(what, "state_dict", None)) and callable(getattr(what, "load_state_dict", None)):
+                try:
+                    return _encode({"of": kind, "state": what.state_dict()})
+                except ConfigurationError as error:
+                    _log.warning(
+                        "%s: its state_dict cannot be saved, so that it is passed over instead of sought in: %s", self._name, error
+                    )
+                    return None
+        return None
+
+    def _not_repeated(self, what: str) -> PreconditionError:
+        return PreconditionError(
+            f"{self._name} did not repeat itself: {what}; going on would lose samples or see some twice. It must give the same items "
+            "in the same order each time it is iterated in an epoch: seed its shuffling by set_epoch(epoch), and read from what does not "
+            "change meanwhile; or give it state_dict and load_state_dict",
+            reason="STREAM_NOT_REPEATED",
+        )
+
+
+def _close(iterator: Iterator[Any]) -> None:
+    """Ends a generator, which closes its files."""
+    close = getattr(iterator, "close", None)
+    if callable(close):
+        close()
+
+
+def _copied(item: Any) -> Any:
+    """A copy of an item, quick for what streams mostly give: texts, numbers, tensors and arrays, in lists, tuples and dictionaries."""
+    kind = type(item)
+    if kind in _UNCHANGING:
+        return item
+    if kind is torch.Tensor and not item.requires_grad:
+        return item.clone()
+    if kind in (list, tuple):
+        return kind(item if all(type(each) in _UNCHANGING for each in item) else map(_copied, item))
+    if kind is dict:
+        return {key: _copied(value) for key, value in item.items()}
+    return _copy(item)
+
+
+def _copy(source: Any) -> Any:
+    """A copy, as deep as the source permits: one that holds an open file or a lock does not."""
+    try:
+        return copy.deepcopy(source)
+    except Exception:  # whatever its parts raise
+        return copy.copy(source)
+
+
+def _encode(state: Any) -> str:
+    structure, tensors = flatten(state)
+    return base64.b64encode(dump_tensors(tensors, {"structure": structure})).decode()
+
+
+def _decode(state: str) -> Any:
+    tensors, metadata = load_tensors(base64.b64decode(state))
+    return unflatten(metadata["structure"], tensors)

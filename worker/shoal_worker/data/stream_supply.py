@@ -1,0 +1,124 @@
+"""What both ways to deal a stream have in common: by position, where every rank reads all of it (`position_supply.py`), or by shards, of
+which each rank reads its own (`shard_supply.py`).
+
+What is read of a source lies in its reader until the step that has it is committed. The marks of committed positions are the supply's part
+of the loader's state.
+"""
+
+from __future__ import annotations
+
+import abc
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from shoal_common.errors import ConfigurationError
+
+from shoal_worker.data.cursor import LoaderProgress
+from shoal_worker.data.fetch import Request
+from shoal_worker.data.sampling import Block, EpochPlan
+from shoal_worker.data.step_batches import DealtStep, Supply
+from shoal_worker.data.streams import identity_of_stream
+
+STATE: Final = "stream"
+"""The name of a stream's part of its loader's state."""
+NO_END: Final = sys.maxsize
+"""The length of an epoch whose end nobody has come to."""
+
+
+class StreamOrders:
+    """The order of a stream's items, as far as `LoaderProgress` asks: it is the source's own."""
+
+    drawn = False
+
+    def __init__(self, stream: Any, *, seed: int, shuffle: bool) -> None:
+        self.identity = identity_of_stream(stream)
+        self.arguments = {"seed": seed, "shuffle": shuffle, "length": None}
+
+    def digest(self, epoch: int) -> None:
+        """No sampler draws it."""
+
+
+class StreamSupply(Supply):
+    """What both ways to deal a stream have in common. `items` is a dataset, by position in the epoch, for the `Fetcher`."""
+
+    def __init__(
+        self, stream: Any, progress: LoaderProgress, *, batch_size: int, micro_batch_size: int | None, drop_last: bool, seed: int
+    ) -> None:
+        super().__init__(progress)
+        self._stream = stream
+        self._batch_size = batch_size
+        self._micro_batch_size = micro_batch_size
+        self._drop_last = drop_last
+        self._seed = seed
+
+    @property
+    def items(self) -> Sequence[Any]:
+        """The items that are at hand, by position."""
+        return _Items(self)
+
+    @abc.abstractmethod
+    def item(self, position: int) -> Any:
+        """The item at a position of the step at hand."""
+
+    def request(self, dealt: DealtStep, block: Block) -> Request:
+        """See `Supply`."""
+        positions = block.positions or dealt.positions[:1]
+        return Request(epoch=dealt.epoch, indices=tuple(positions), key=(self._seed, dealt.epoch, dealt.number, block.index))
+
+    def following(self, dealt: DealtStep, request: Request) -> Iterator[Request]:
+        """See `Supply`. What the next step has is read when it begins."""
+        requests = [self.request(dealt, block) for block in dealt.blocks]
+        return iter(requests[requests.index(request) :])
+
+    def upcoming(self, dealt: DealtStep, request: Request) -> Request | None:
+        """See `Supply`."""
+        following = self.following(dealt, request)
+        next(following)
+        return next(following, None)
+
+    def _plan(self, end: int | None) -> EpochPlan:
+        return EpochPlan(
+            length=NO_END if end is None else end,
+            global_batch_size=self._batch_size,
+            micro_batch_size=self._micro_batch_size,
+            drop_last=self._drop_last,
+        )
+
+    def _check_not_empty(self, end: int, loader: str) -> None:
+        """Raises ConfigurationError: an epoch of `end` items has no step at all."""
+        if self._progress.cursor.samples == 0 and not self._plan(end).step(0):
+            raise ConfigurationError(
+                f"loader {loader!r}: the stream gave {end} items in epoch {self._progress.cursor.epoch}, which is no step of "
+                f"{self._batch_size} with drop_last={self._drop_last}; expected at least one. A stream that can be iterated once gives "
+                "none the second time: its __iter__ must begin anew"
+            )
+
+
+class _Items(Sequence[Any]):
+    def __init__(self, supply: StreamSupply) -> None:
+        self._supply = supply
+
+    def __len__(self) -> int:
+        return NO_END
+
+    def __getitem__(self, position: Any) -> Any:
+        return self._supply.item(position)
+
+
+def set_epoch_of(stream: Any, epoch: int) -> None:
+    """Tells a stream that shuffles itself which epoch begins."""
+    set_epoch = getattr(stream, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+
+
+def part_of_stream(state: Mapping[str, Any], loader: str) -> Mapping[str, Any]:
+    """The stream's part of a loader's state. Raises ConfigurationError: the state is that of a loader of a dataset with indices."""
+    of_stream = state.get(STATE)
+    if not isinstance(of_stream, Mapping):
+        raise ConfigurationError(
+            f"loader {loader!r}: the state is {state.get('samples')} samples into epoch {state.get('epoch')} of another kind of dataset, "
+            "and here it is a stream: use the same dataset, or a state saved between epochs"
+        )
+    return of_stream

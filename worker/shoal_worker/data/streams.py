@@ -1,0 +1,158 @@
+"""What a loader can read as a stream: an iterable without positions, or a list of shards (`ShardedStream`); and what it refuses there."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import PurePath
+from typing import Any
+
+import xxhash
+from shoal_common.errors import ConfigurationError
+from torch.utils.data import Dataset, IterableDataset
+
+from shoal_worker.data.fetch import seeded
+from shoal_worker.data.fingerprints import chained, fingerprint
+from shoal_worker.state.digest import STREAMED
+
+
+class ShardedStream(IterableDataset[Any]):
+    """A stream in shards, such as .tar files, of which an elastic job reads each once an epoch: for sources that are too dear for every
+    rank to read whole.
+
+    An `ElasticDataLoader` with `micro_batch_size=` deals whole shards: each is read by one data-parallel rank at a time, several at once. A
+    shard whose reader dies is gone on with by another rank, behind the last item of it that a committed step has trained on. Which items
+    a step has depends on the shards and the sizes of the batches, and not on the number of ranks. `shuffle=True` shuffles the order of the
+    shards each epoch.
+
+    Iterated by itself, it gives the items of all shards in their order.
+    """
+
+    def __init__(self, shards: Sequence[Any], read: Callable[[Any], Iterable[Any]]) -> None:
+        """
+        Args:
+            shards: what `read` is called with, such as paths; the same on every rank, in the same order.
+            read: gives a shard's items. It must give the same items in the same order each time that it is called with a shard. Random
+                numbers that it draws from the global generators of torch, NumPy and Python do.
+
+        Raises:
+            ConfigurationError: there is no shard, or `shards` has no length.
+        """
+        if not isinstance(shards, Sequence) or isinstance(shards, (str, bytes)) or not len(shards):
+            raise ConfigurationError(f"ShardedStream(shards={shards!r}): expected a list of at least one shard, such as sorted paths")
+        if not callable(read):
+            raise ConfigurationError(f"ShardedStream(read={read!r}): expected a function that takes a shard and gives its items")
+        self.shards = list(shards)
+        self.read = read
+
+    def __iter__(self) -> Iterator[Any]:
+        """The items of all shards."""
+        for shard in self.shards:
+            yield from self.read(shard)
+
+
+class StreamedEvaluation:
+    """The batches of a stream, for evaluation: by number, read past those that are not wanted. Nobody knows how many there are."""
+
+    def __init__(self, stream: Any, *, collate_fn: Callable[[list[Any]], Any], size: int, seed: int, dealing: str) -> None:
+        """`size`: of a batch. `dealing`: what the batches follow from, the same on all ranks."""
+        self.dealing = dealing
+        self.ended = "{}"
+        """What the stream gave, when it was read to its end: the same on all ranks."""
+        self._stream = stream
+        self._collate = collate_fn
+        self._size = size
+        self._seed = seed
+
+    def __iter__(self) -> Iterator[Any]:
+        """All of them."""
+        return (batch for _, batch in self.read(itertools.count()))
+
+    def read(self, numbers: Iterable[int]) -> Iterator[tuple[int, Any]]:
+        """(number, batch) for these numbers, ascending and perhaps without an end, as far as there are such batches."""
+        with seeded((self._seed, 0)):
+            items = iter(self._stream)
+        wanted = iter(numbers)
+        next_wanted = next(wanted, None)
+        read, given = 0, 0
+        for number in itertools.count():
+            if next_wanted is None:
+                return
+            with seeded((self._seed, 0, number)):
+                cut = list(itertools.islice(items, self._size))
+                batch = self._collate(cut) if cut and number == next_wanted else None
+            for item in cut:
+                read, given = read + 1, chained(given, fingerprint(item))
+            if not cut:
+                self.ended = json.dumps({STREAMED: f"{read} items, {given:012x}"})
+                return
+            if number == next_wanted:
+                yield number, batch
+                next_wanted = next(wanted, None)
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether a loader has to read `dataset` in its own order: it can be iterated, and gives no samples by index."""
+    kind = type(dataset)
+    return hasattr(kind, "__iter__") and not is_indexable(dataset)
+
+
+def is_indexable(dataset: Any) -> bool:
+    """Whether `dataset` has a length, and samples by index."""
+    return hasattr(type(dataset), "__len__") and has_items(dataset)
+
+
+def has_items(dataset: Any) -> bool:
+    """Whether samples can be had by index. torch's base class has a __getitem__ that only raises."""
+    getitem = getattr(type(dataset), "__getitem__", None)
+    return getitem is not None and getitem is not Dataset.__getitem__
+
+
+def identity_of_stream(stream: Any) -> str:
+    """Digest of what is known of a stream without reading it: its shards' number and names, of paths without their folders."""
+    if not isinstance(stream, ShardedStream):
+        return "a stream"
+    names = [PurePath(each).name if isinstance(each, (str, os.PathLike)) else type(each).__qualname__ for each in stream.shards]
+    return f"{len(names)} shards {xxhash.xxh3_64_hexdigest(repr(names).encode())}"
+
+
+def check_stream(
+    stream: Any,
+    *,
+    batch_size: int | None,
+    micro_batch_size: int | None,
+    shuffle: bool | None,
+    sampler: object,
+    num_workers: int,
+    train: bool,
+) -> None:
+    """Raises ConfigurationError for arguments that mean nothing where the order of the items is a stream's own, or cannot be kept there."""
+    what = f"dataset={type(stream).__qualname__} is a stream"
+    if hasattr(type(stream), "__next__"):
+        raise ConfigurationError(
+            f"{what} that can be iterated once: after a fault, and in a rank that joins, it has to be iterated again; give an object whose "
+            "__iter__ begins anew, such as an IterableDataset"
+        )
+    if sampler is not None:
+        raise ConfigurationError(f"{what}, and sampler= draws indices, which it does not have; leave sampler out")
+    if batch_size is not None and train:
+        raise ConfigurationError(
+            f"{what}, and batch_size= leases batches by number, first come first served (async_sgd): of a stream nobody knows how many "
+            "there are, and a batch that is dealt again would have to be read for once more from the beginning. Use a strategy with "
+            "global_batch_size=, or a dataset with __len__ and __getitem__(index)"
+        )
+    if shuffle and not isinstance(stream, ShardedStream):
+        raise ConfigurationError(
+            f"shuffle=True, and {what}, whose order is its own: leave shuffle out, and shuffle in the stream, by its set_epoch(epoch)"
+        )
+    if num_workers:
+        raise ConfigurationError(
+            f"num_workers={num_workers}, and {what}, which has one order that one process reads: leave num_workers out. A stream that is "
+            "slow to read is better cut into shards (shoal.ShardedStream), which several ranks read at once"
+        )
+    if isinstance(stream, ShardedStream) and micro_batch_size is None and train:
+        raise ConfigurationError(
+            f"{what} whose shards are dealt to ranks by micro-batches: give the loader micro_batch_size=, and loop over loader.steps()"
+        )

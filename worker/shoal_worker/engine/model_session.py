@@ -1,0 +1,245 @@
+"""The session as the engine of one of several models sees it (`several_models.py` says how they take a step together)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from shoal_common.errors import ConfigurationError, InternalError, PreconditionError
+from shoal_common.failpoints import failpoint
+
+from shoal_worker.elastic.divergence import settings_apart
+from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.loader_interface import StepStatus
+from shoal_worker.elastic.operations import Body
+from shoal_worker.elastic.schedulers_and_scalers import RegisteredState
+from shoal_worker.elastic.session import Session
+from shoal_worker.elastic.step import Step, StepPhase
+from shoal_worker.elastic.strategy_interface import TrainingEngine
+from shoal_worker.engine.base import Engine
+from shoal_worker.engine.hidden_parameters import inside
+from shoal_worker.engine.tentative_update import TentativeUpdate
+
+
+class ModelSession:
+    """A `StrategySession` for one of several models."""
+
+    def __init__(
+        self, session: Session, peers: list[ModelSession], together: Callable[[Session, Sequence[ModelSession]], TrainingEngine]
+    ) -> None:
+        """Joins `peers`: the sessions of all models, in the order in which they were given. `together` makes one engine of theirs."""
+        self.engine: Engine | None = None
+        """The model's, when it is attached."""
+        self.stepped = False
+        """The model's optimizer was told to step in the run's step in progress."""
+        self.update: TentativeUpdate | None = None
+        """Values and optimizer state of before the model's update in the run's step in progress; None: it was not updated."""
+        self.passed = False
+        """A forward pass of training went through the model in that step."""
+        self.number = len(peers)
+        self._thaw: Callable[[], None] | None = None
+        self._session = session
+        self._peers = peers
+        self._together = together
+        self._own: Step | None = None
+        self._trained: Sequence[bool] = ()
+        peers.append(self)
+
+    # --------------------------------------------------------------------------------------------------- what is the model's own
+
+    def attach(self, engine: TrainingEngine) -> None:
+        """See `StrategySession`, as for all that follows here. With the last of the models the run has its engine."""
+        assert isinstance(engine, Engine)
+        self.engine = engine
+        if all(peer.engine is not None for peer in self._peers):
+            self._session.attach(self._together(self._session, self._peers))
+
+    def trains(self, engine: object) -> bool:
+        """Whether it is this model's own, and not that of a clone."""
+        return engine is self.engine
+
+    @property
+    def step(self) -> Step | None:
+        """This model's own within the run's."""
+        step, own = self._session.step, self._own
+        if step is None or own is None:
+            return None
+        own.share, own.handed_out, own.taken, own.micro_batch = step.share, step.handed_out, step.taken, step.micro_batch
+        if step.lost is not None:
+            own.lost = own.lost or step.lost
+        return own
+
+    def ensure_step(self) -> Step:
+        """Raises ConfigurationError for a step in micro-batches: each model would need a loop of its own over them."""
+        step = self._session.ensure_step()
+        self.passed = True
+        if step is not self._session.step:
+            return step  # a joiner's pass ahead of its loop
+        if step.in_micro_batches:
+            raise no_micro_batches()
+        own = self.step
+        assert own is not None
+        return own
+
+    def begin(self, step: Step) -> None:
+        """The run's step begins."""
+        self.forget()
+        self._own = Step(placement=step.placement, source=step.source, of=f"model {self.number}")
+
+    def forget(self) -> None:
+        """The run's step is over for this model."""
+        if self._thaw is not None:
+            self._thaw()
+        self.stepped, self.update, self.passed, self._thaw = False, None, False, None
+
+    @property
+    def frozen(self) -> bool:
+        """No parameter of the model is to get a gradient: it was updated for this batch, or the script has frozen it."""
+        assert self.engine is not None
+        with inside():
+            return self.stepped or not any(parameter.requires_grad for parameter in self.engine.module.parameters())
+
+    def note_trained(self, trained: Sequence[bool]) -> None:
+        self._trained = trained
+        self._session.note_trained([wanted for peer in self._peers for wanted in peer._trained])
+
+    def control_word(self) -> list[float]:
+        """Returns that of the run's step, with this model's loss in it."""
+        return self._session.lifecycle.control_word(self.step)
+
+    def seal_step(self) -> None:
+        if (own := self.step) is not None:
+            own.seal()
+
+    def take_control_word(self, summed: Sequence[float]) -> None:
+        own = self.step
+        assert own is not None
+        own.decide(summed)
+
+    def mark_lost(self, error: BaseException) -> None:
+        self._session.mark_lost(error)
+        if (own := self.step) is not None:
+            own.fail(str(error))
+
+    def void_step(self, reason: str) -> None:
+        self._session.void_step(reason)
+
+    def settle_step(self) -> None:
+        """If it was lost no rank can have closed the run's step: this one has not sealed that."""
+        own = self.step
+        if own is not None and own.undecided and own.phase is not StepPhase.DECIDED:
+            own.void()
+
+    def finish_reduction_if_whole(self) -> None:
+        if self.step is not None and self.engine is not None:
+            self.engine.finish_reduction()
+
+    def finish_step(self, apply: Callable[[], None]) -> StepStatus:
+        """The model's optimizer is told to step: updates the model; if it is the last one, ends the run's step."""
+        session = self._session
+        step = session.step
+        if step is None:
+            return session.finish_step(apply)  # a joiner's pass ahead of its loop; or there is no batch
+        if self.stepped:
+            raise PreconditionError(
+                "an optimizer was told to step a second time for one batch: with several models each of their optimizers steps at most "
+                "once for a batch; take a batch for each of its steps",
+                reason="STEP_NOT_FINISHED",
+            )
+        if step.left and any(not peer.stepped for peer in self._peers if peer is not self):
+            raise PreconditionError(
+                "an optimizer was told to step for a batch whose loop was left: with several models all that step for a batch do so within "
+                "the loop over the loader",
+                reason="STEP_NOT_FINISHED",
+            )
+        self.reduce()
+        self.stepped = True
+        if all(peer.stepped for peer in self._peers):
+            return session.finish_step(apply)
+        if step.lost is None:
+            session.lifecycle.apply_within(lambda: self._update(apply))
+            assert self.engine is not None
+            self._thaw = self.engine.freeze()
+            failpoint("several_models.updated")
+        return StepStatus.PENDING
+
+    def reduce(self) -> None:
+        """The end of the model's own step: its gradients, and what changed in its buffers, are summed, or the run's step is lost."""
+        assert self.engine is not None
+        self.engine.finish_reduction()
+        step, own = self._session.step, self.step
+        if step is None or own is None or step.lost is not None:
+            return
+        if not own.ranks_agree:
+            raise self._session.lifecycle.steps_apart(own)
+        if not own.settings_agree:
+            raise settings_apart(self._session.registered.settings)
+
+    @property
+    def told_loss(self) -> float | None:
+        """What `train_step` has told of the model's own step."""
+        return self._own.loss if self._own is not None else None
+
+    def _update(self, apply: Callable[[], None]) -> None:
+        assert self.engine is not None
+        self.update = self.engine.apply_tentatively(apply)
+
+    def keep(self, replica: Mapping[str, Any]) -> None:
+        raise InternalError("a strategy that keeps a state was given several models")
+
+    def release(self) -> None:
+        raise InternalError("a strategy that keeps a state was given several models")
+
+    # ----------------------------------------------------------------------------------------------------- what is the session's
+
+    @property
+    def elastic(self) -> bool:
+        return self._session.elastic
+
+    @property
+    def group(self) -> Group | None:
+        return self._session.group
+
+    @property
+    def device(self) -> torch.device:
+        return self._session.device
+
+    @property
+    def rank(self) -> int:
+        return self._session.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._session.world_size
+
+    @property
+    def begins(self) -> bool:
+        return self._session.begins
+
+    @property
+    def ranks_may_come(self) -> bool:
+        return self._session.ranks_may_come
+
+    @property
+    def steps(self) -> int:
+        return self._session.steps
+
+    @property
+    def is_joining(self) -> bool:
+        return self._session.is_joining
+
+    @property
+    def registered(self) -> RegisteredState:
+        return self._session.registered
+
+    def operation(self, kind: str, body: Body) -> Any:
+        return self._session.operation(kind, body)
+
+
+def no_micro_batches() -> ConfigurationError:
+    """The error for several models in a step of micro-batches."""
+    return ConfigurationError(
+        "several models in loader.steps(): each would need its own loop over a step's micro-batches; iterate over the loader itself, and "
+        "make it without micro_batch_size="
+    )

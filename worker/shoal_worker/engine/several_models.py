@@ -1,0 +1,298 @@
+"""Several models in one loop, each with an optimizer of its own: a generator and a discriminator, an actor and a critic.
+
+A batch is one step of the run, as with one model. Each optimizer may step once in it, in any order, and the step counts as a whole or not
+at all:
+
+- Each model has a step of its own within the run's, which its engine seals and closes as it would the run's. So when an optimizer is told
+  to step, all ranks have the same gradients for it, and it updates its model at once, since the other models' passes are to see that. What
+  was there before is kept (`tentative_update.py`).
+- When the last optimizer has stepped, or the loop asks for the next batch, the run's step is sealed and closed by one small all-reduce of
+  the control word. Who sees that closing knows that every rank has made every update.
+- If a rank dies before, every survivor puts the updates back, and the batch is dealt anew. A rank that sealed the run's step and lost its
+  closing is in doubt: while it asks its peers, to whom it may have to give the committed state, the updates are withdrawn, and they are
+  reinstated if a peer has seen the closing.
+
+Behind its update a model is still called, so that gradients go through it to others (through the discriminator to the generator). Its own
+parameters get none then, and its buffers stay.
+
+`ModelSession` (`model_session.py`) is the session as one model's engine sees it, and `SeveralEngines` the engine as the session sees it.
+The training thread owns both; a collective's callback may mark a step lost, as elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from shoal_common.errors import MembershipChanged
+from shoal_common.failpoints import failpoint
+
+from shoal_worker.elastic.group import Channel, Group
+from shoal_worker.elastic.loader_interface import Leases
+from shoal_worker.elastic.row_store import RowStore
+from shoal_worker.elastic.session import Session
+from shoal_worker.elastic.step import StepPhase
+from shoal_worker.engine.base import Engine
+from shoal_worker.engine.failed_collectives import LosingStep
+from shoal_worker.engine.model_session import ModelSession, no_micro_batches
+from shoal_worker.state.tree import StatePart
+
+_log = logging.getLogger(__name__)
+
+
+class SeveralEngines:
+    """The engines of several models as one: a `TrainingEngine`. All have one strategy, and what is cut over ranks is cut alike."""
+
+    asynchronous: ClassVar[bool] = False
+
+    def __init__(self, session: Session, models: Sequence[ModelSession]) -> None:
+        """`models`: with their engines."""
+        self._session = session
+        self._models = models
+        self._engines = [model.engine for model in models if model.engine is not None]
+        self._first = self._engines[0]
+        self.backend_name = self._first.backend_name
+        self._settings: list[list[dict[str, Any]]] = []
+        """Settings of the optimizers' parameter groups when the step began; while updates are withdrawn, those before that."""
+        self._withdrawn = False
+        self._warned = False
+
+    @property
+    def models(self) -> int:
+        """See `TrainingEngine`, as for all that follows."""
+        return len(self._engines)
+
+    # ------------------------------------------------------------------------------------------------------------ one for all
+
+    @property
+    def strategy(self) -> str:
+        return self._first.strategy
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return self._first.data_parallel_rank
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self._first.data_parallel_size
+
+    @property
+    def leads_replica(self) -> bool:
+        return self._first.leads_replica
+
+    @property
+    def idle(self) -> bool:
+        return self._first.idle
+
+    @property
+    def lacks_ranks(self) -> bool:
+        return self._first.lacks_ranks
+
+    @property
+    def replica_size(self) -> int:
+        return self._first.replica_size
+
+    def working(self, group: Group) -> Group:
+        return self._first.working(group)
+
+    @property
+    def in_parts(self) -> bool:
+        return self._first.in_parts
+
+    @property
+    def holds(self) -> Sequence[str]:
+        return self._first.holds
+
+    @property
+    def steps_alone(self) -> bool:
+        return self._first.steps_alone
+
+    @property
+    def within_round(self) -> bool:
+        return self._first.within_round
+
+    @property
+    def consistency_check_every(self) -> int:
+        return self._first.consistency_check_every
+
+    @property
+    def row_store(self) -> RowStore | None:
+        return None
+
+    def lease_batches(
+        self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int, at_hand: int | None = None
+    ) -> Leases:
+        return self._first.lease_batches(
+            loader=loader, epoch=epoch, batches_in_epoch=batches_in_epoch, finished=finished, want=want, at_hand=at_hand
+        )
+
+    # --------------------------------------------------------------------------------------------------------- each for itself
+
+    def in_common(self) -> Mapping[str, int]:
+        told = enumerate(engine.in_common() for engine in self._engines)
+        return {f"{label}, of model {number}": digest for number, each in told for label, digest in each.items()}
+
+    def has_values(self) -> bool:
+        return all(engine.has_values() for engine in self._engines)
+
+    def capture(self) -> dict[str, Any]:
+        return {"models": [engine.capture() for engine in self._engines]}
+
+    def assemble(self, channel: Channel) -> dict[str, Any]:
+        return {"models": [engine.assemble(channel) for engine in self._engines]}
+
+    def part(self, channel: Channel) -> StatePart | None:
+        parts = [part for engine in self._engines if (part := engine.part(channel)) is not None]
+        if len(parts) < len(self._engines):
+            return None
+        shards = {number: [run for part in parts for run in part.shards.get(number, ())] for part in parts for number in part.shards}
+        return StatePart(state={"models": [part.state for part in parts]}, count=parts[0].count, shards=shards)
+
+    @contextlib.contextmanager
+    def whole_for(self, channel: Channel) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for engine in self._engines:
+                stack.enter_context(engine.whole_for(channel))
+            yield
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        for engine, own in zip(self._engines, state["models"], strict=True):
+            engine.check_state(own)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.check_state(state)
+        self._forget_updates()
+        for engine, own in zip(self._engines, state["models"], strict=True):
+            engine.restore(own)
+
+    def regroup(self, group: Group) -> None:
+        for engine in self._engines:
+            engine.regroup(group)
+
+    def bring_together(self, channel: Channel) -> None:
+        for engine in self._engines:
+            engine.bring_together(channel)
+
+    def keep_two_copies(self, channel: Channel, leaving: Collection[int] = ()) -> None:
+        for engine in self._engines:
+            engine.keep_two_copies(channel, leaving)
+
+    # ------------------------------------------------------------------------------------------------------------------ steps
+
+    def step_begins(self) -> None:
+        step = self._session.step
+        assert step is not None
+        self._settings, self._withdrawn = [_settings_of(engine) for engine in self._engines], False
+        for model, engine in zip(self._models, self._engines, strict=True):
+            model.begin(step)
+            engine.step_begins()
+
+    def micro_batch_begins(self) -> None:
+        raise no_micro_batches()
+
+    def micro_batch_ends(self, weight: float) -> None:
+        raise no_micro_batches()
+
+    def finish_reduction(self) -> None:
+        """The end of the run's step: its closing."""
+        session = self._session
+        step, group = session.step, session.group
+        for model, engine in zip(self._models, self._engines, strict=True):
+            if step is not None and step.lost is None and step.phase is StepPhase.OPEN and not model.stepped:
+                self._end_without_update(model, engine)
+        if step is not None and step.phase is StepPhase.OPEN:
+            step.of = "models " + ", ".join(str(model.number) for model in self._models if model.stepped)
+            step.loss = next((loss for model in self._models if (loss := model.told_loss) is not None), step.loss)
+        if step is not None and step.lost is None and step.phase is StepPhase.OPEN:
+            session.seal_step()
+            control = session.control_word()
+            with LosingStep(session) as closing:
+                if session.elastic:
+                    if group is None:
+                        raise MembershipChanged("there is no group")
+                    failpoint("several_models.sealed")
+                    control = group.sum_numbers(control)
+                    failpoint("several_models.closed")
+            if not closing.failed:
+                session.take_control_word(control)
+        session.settle_step()
+
+    def _end_without_update(self, model: ModelSession, engine: Engine) -> None:
+        """The model is not updated for this batch, but buffers may have changed in its passes: they are summed over the ranks all the same,
+        and its gradients dropped."""
+        if not self._warned and engine.has_gradients():
+            self._warned = True
+            _log.warning(
+                "model %d has gradients, and its optimizer does not step for this batch: they are dropped. Gradients do not outlive a "
+                "batch: take larger batches instead of adding up over several; where they are a by-product of another model's loss, "
+                "detach() what that is computed from",
+                model.number,
+            )
+        if model.passed and engine.changing_buffers:
+            engine.skip()
+            model.reduce()
+
+    def closing(self) -> dict[str, Any]:
+        return {}
+
+    def take_closing(self, told: Mapping[str, Any]) -> None:
+        """Each model's own step is closed here, or this rank had not sealed the run's."""
+
+    @property
+    def partly_updated(self) -> bool:
+        return any(model.stepped for model in self._models) and not all(model.stepped for model in self._models)
+
+    def withdraw_updates(self) -> None:
+        if not self._withdrawn:
+            self._exchange_updates()
+
+    def reinstate_updates(self) -> None:
+        if self._withdrawn:
+            self._exchange_updates()
+
+    def _exchange_updates(self) -> None:
+        self._withdrawn = not self._withdrawn
+        settings, self._settings = self._settings, [_settings_of(engine) for engine in self._engines]
+        for model, engine, own in zip(self._models, self._engines, settings, strict=True):
+            if model.update is not None:
+                engine.exchange_update(model.update)
+                _give_settings(engine, own)
+
+    def _forget_updates(self) -> None:
+        self._withdrawn = False
+        for model in self._models:
+            model.forget()
+
+    def discard_step(self) -> None:
+        self.withdraw_updates()
+        self._forget_updates()  # first: what is frozen thaws
+        for engine in self._engines:
+            engine.discard_step()
+
+    def commit_step(self) -> None:
+        for model, engine in zip(self._models, self._engines, strict=True):
+            summed = model.stepped or (model.passed and engine.changing_buffers)
+            model.forget()
+            if summed:
+                engine.commit_step()
+            else:
+                engine.discard_step()
+        self._forget_updates()
+
+
+def _settings_of(engine: Engine) -> list[dict[str, Any]]:
+    """Returns what an engine's optimizer has in its parameter groups, but for the parameters."""
+    groups = engine.optimizer.param_groups if engine.optimizer is not None else []
+    return [
+        {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items() if name != "params"}
+        for group in groups
+    ]
+
+
+def _give_settings(engine: Engine, settings: Sequence[Mapping[str, Any]]) -> None:
+    assert engine.optimizer is not None
+    for group, own in zip(engine.optimizer.param_groups, settings, strict=True):
+        group.update(own)

@@ -1,0 +1,232 @@
+"""SyncBatchNorm in an elastic job: each layer normalizes by the samples of all ranks.
+
+torch's own layer asks the default process group, which an elastic job does not have, and CUDA. So the layers of a model that is trained are
+made `SynchronizedNorm`, and gather by a group that lasts as long as the generation. That group is a connection apart: gradients are sent
+while a backward pass goes on, in an order that need not be the same on all ranks where some parameters are used on some ranks alone.
+
+Statistics weigh the values as the step weighs its samples: a rank with fewer of them counts less, one with a stand-in batch nothing. A
+gather that fails makes the step lost, and nothing is raised into the pass (`failed_collectives.py`). All of it runs where passes run: on
+the training thread, or on torch's thread for a backward pass, while the training thread waits.
+
+Ioffe and Szegedy, "Batch Normalization", 2015, section 3, over all ranks' samples.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from shoal_common.errors import ConfigurationError, MembershipChanged
+from shoal_common.failpoints import failpoint
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.strategy_interface import StrategySession
+from shoal_worker.engine.failed_collectives import LosingStep
+
+
+def synchronize_norms(module: nn.Module, session: StrategySession, *, sums: bool) -> None:
+    """Makes the SyncBatchNorm layers of `module` normalize over the ranks of `session`. `sums`: losses are sums, not means."""
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.SyncBatchNorm)]
+    ranks = NormsOfRanks(session, sums=sums) if layers else None
+    for layer in layers:
+        layer.__class__ = SynchronizedNorm
+        layer.__dict__["ranks"] = ranks
+
+
+class SynchronizedNorm(nn.SyncBatchNorm):
+    """A SyncBatchNorm layer of a model that is trained. In evaluation, in a copy, and outside of steps it is a BatchNorm."""
+
+    ranks: NormsOfRanks | None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalizes `input`, of shape (samples, channels, ...)."""
+        factor = self.ranks.factor() if self.training and self.ranks is not None else None
+        if self.ranks is None or factor is None:
+            output: torch.Tensor = _BatchNorm.forward(self, input)
+            return output
+        self._check_input_dim(input)
+        self._check_non_zero_input_channels(input)
+        return self.ranks.normalize(self, input, factor)
+
+
+class _Statistics(NamedTuple):
+    """What all ranks know of a layer's input, channel by channel."""
+
+    mean: torch.Tensor
+    variance: torch.Tensor
+    """The biased one."""
+    values: float
+    """How many it has."""
+
+
+class NormsOfRanks:
+    """The ranks, as the synchronized layers of one model see them. A copy of the model has none."""
+
+    def __init__(self, session: StrategySession, *, sums: bool) -> None:
+        """See `synchronize_norms`."""
+        self._session = session
+        self._sums = sums
+        self._generation: Group | None = None
+        """The group of the generation that `_apart` belongs to."""
+        self._apart: Group | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nobody, ()
+
+    def factor(self) -> float | None:
+        """What this rank's gradients are multiplied by in the sum over the ranks; None: this pass is in no step with others.
+
+        Raises:
+            ConfigurationError: the step is cut into micro-batches.
+        """
+        session = self._session
+        step = session.step
+        if step is None or step.share is None or session.is_joining:
+            return None
+        if step.in_micro_batches:
+            raise ConfigurationError(
+                "the model has a SyncBatchNorm, and the loader has micro_batch_size=: ranks have different numbers of micro-batches, so a "
+                "layer cannot normalize over all ranks. Leave out micro_batch_size=, or use BatchNorm or GroupNorm"
+            )
+        if session.group is None or session.group.world_size == 1 or step.lost is not None:
+            return None
+        weight = step.share.weight / step.share.total_weight if step.share.total_weight else 0.0
+        return float(weight > 0) if self._sums else weight
+
+    def normalize(self, layer: nn.SyncBatchNorm, values: torch.Tensor, factor: float) -> torch.Tensor:
+        """Normalizes `values` of shape (samples, channels, ...) over all ranks, and tells the layer's running statistics."""
+        found = self._statistics(values.detach(), counts=factor > 0)
+        if found is None:  # the step is lost: any values do
+            zeros = values.new_zeros(values.shape[1])
+            return nn.functional.batch_norm(values, zeros, zeros + 1, layer.weight, layer.bias, training=False)
+        if found.values <= 1:
+            raise ValueError(f"expected more than 1 value per channel over all ranks when training, got input size {tuple(values.shape)}")
+        _tell(layer, found)
+        inverse = torch.rsqrt(found.variance + layer.eps)
+        arguments = (values, layer.weight, layer.bias, found.mean, inverse, found.values, factor, self)
+        output: torch.Tensor = _Normalized.apply(*arguments)  # type: ignore[no-untyped-call]
+        return output
+
+    @torch.no_grad()
+    def sum(self, own: torch.Tensor) -> torch.Tensor | None:
+        """Adds up the ranks' flat tensors, in the order of the ranks; None: the step is lost."""
+        rows = self._gather(own)
+        return rows.sum(0) if rows is not None else None
+
+    @torch.no_grad()
+    def _statistics(self, values: torch.Tensor, *, counts: bool) -> _Statistics | None:
+        channels, wide = values.shape[1], _wide(values)
+        count = values.numel() // channels if counts else 0
+        if count:
+            variance, mean = torch.var_mean(wide, _dimensions(values), correction=0)
+            own = torch.cat([mean.double(), variance.double() * count])
+        else:
+            own = wide.new_zeros(2 * channels, dtype=torch.float64)
+        rows = self._gather(torch.cat([own, own.new_tensor([float(count)])]))
+        if rows is None:
+            return None
+        means, squares, numbers = rows.split([channels, channels, 1], dim=1)
+        total = float(numbers.sum())
+        mean = (means * numbers).sum(0) / max(total, 1.0)
+        variance = (squares + numbers * (means - mean).square()).sum(0) / max(total, 1.0)
+        return _Statistics(mean=mean.to(wide.dtype), variance=variance.to(wide.dtype), values=total)
+
+    def _gather(self, own: torch.Tensor) -> torch.Tensor | None:
+        """Everybody's flat `own`, a row for each rank; None: the step is lost."""
+        step = self._session.step
+        if step is None or step.lost is not None:
+            return None
+        with LosingStep(self._session) as gathering:
+            group = self._connected()
+            failpoint("norms.before_gather")
+            sent = own.to(group.device)
+            rows = sent.new_empty(group.world_size * sent.numel())
+            group.wait(group.all_gather_async(rows, sent))
+        return None if gathering.failed else rows.view(-1, own.numel()).to(own.device)
+
+    def _connected(self) -> Group:
+        group = self._session.group
+        if group is None:
+            raise MembershipChanged("there is no group")
+        if self._apart is None or self._generation is not group:
+            self._apart = group.connected_again("synchronized norms")
+            self._generation = group
+        return self._apart
+
+
+class _Normalized(torch.autograd.Function):
+    """(values - mean) / deviation * weight + bias; its backward pass sums over the ranks what the statistics depend on."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
+        values, weight, bias, mean, inverse, count, factor, ranks = arguments
+        ctx.save_for_backward(values, weight, mean, inverse)
+        ctx.count, ctx.factor, ctx.ranks = count, factor, ranks
+        scale = inverse if weight is None else inverse * weight
+        normalized = (_wide(values) - _spread(mean, values)) * _spread(scale, values)
+        return (normalized if bias is None else normalized + _spread(bias, values)).to(values.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        values, weight, mean, inverse = ctx.saved_tensors
+        gradient, dimensions = _wide(gradients[0]), _dimensions(values)
+        normalized = (_wide(values) - _spread(mean, values)) * _spread(inverse, values)
+        of_bias, of_weight = gradient.sum(dimensions), (gradient * normalized).sum(dimensions)
+        of_values = None
+        if ctx.needs_input_grad[0]:
+            # The loss is the sum over the ranks of factor * that rank's loss, and what this returns will be multiplied by the factor.
+            own = torch.cat([of_bias, of_weight]).double() * ctx.factor
+            summed = ctx.ranks.sum(own)
+            if summed is None or ctx.factor == 0:
+                of_values = torch.zeros_like(values)
+            else:
+                shift, slope = (summed / (ctx.count * ctx.factor)).to(gradient.dtype).chunk(2)
+                scale = inverse if weight is None else inverse * weight
+                through = gradient - _spread(shift, values) - normalized * _spread(slope, values)
+                of_values = (through * _spread(scale, values)).to(values.dtype)
+        wants_weight, wants_bias = ctx.needs_input_grad[1:3]
+        return (
+            of_values,
+            of_weight.to(weight.dtype) if wants_weight else None,
+            of_bias.to(gradients[0].dtype if weight is None else weight.dtype) if wants_bias else None,
+            *(None,) * 5,
+        )
+
+
+def _tell(layer: nn.SyncBatchNorm, found: _Statistics) -> None:
+    """Moves the layer's running statistics towards these."""
+    if layer.running_mean is None or layer.running_var is None:
+        return
+    with torch.no_grad():
+        assert layer.num_batches_tracked is not None
+        layer.num_batches_tracked.add_(1)
+        share = 1.0 / float(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
+        layer.running_mean.lerp_(found.mean.to(layer.running_mean), share)
+        layer.running_var.lerp_((found.variance * (found.values / (found.values - 1))).to(layer.running_var), share)
+
+
+def _dimensions(values: torch.Tensor) -> list[int]:
+    """All but the channels'."""
+    return [0, *range(2, values.dim())]
+
+
+def _spread(of_channels: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Makes a vector of the channels fit `values`, whose second dimension the channels are."""
+    return of_channels.view(1, -1, *[1] * (values.dim() - 2))
+
+
+def _wide(values: torch.Tensor) -> torch.Tensor:
+    """In a dtype that sums of many do not round away in."""
+    return values if values.dtype is torch.float64 else values.float()
+
+
+def _nobody() -> None:
+    """What stands for the ranks in a model that is unpickled."""

@@ -1,0 +1,42 @@
+"""An update that may have to be put back: of one of several models, in a step that is not known to count."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shoal_worker.engine.hidden_parameters import inside
+
+
+class TentativeUpdate:
+    """What an optimizer updates on this rank, values and state, as it was before one update: as much memory again. The settings of its
+    parameter groups are not in it. Owned by the training thread.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Copies what `optimizer` is about to change: to be made just before its update."""
+        self._optimizer = optimizer
+        with inside():
+            self._updated = [piece for group in optimizer.param_groups for piece in group["params"]]
+            self._values = [piece.detach().clone() for piece in self._updated]
+        self._state = {piece: _copied(state) for piece, state in optimizer.state.items()}
+        self.withdrawn = False
+
+    def exchange(self) -> None:
+        """Puts back what there was before the update; or, if that was done, what there was after it."""
+        optimizer = self._optimizer
+        with inside(), torch.no_grad():
+            now = [piece.detach().clone() for piece in self._updated]
+            for piece, value in zip(self._updated, self._values, strict=True):
+                piece.data.copy_(value)
+        state, self._values, self._state = self._state, now, dict(optimizer.state)
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        self.withdrawn = not self.withdrawn
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value) for name, value in state.items()}

@@ -1,0 +1,89 @@
+"""Which strategies, on which meshes, are worth a look for a number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from shoal_worker.mesh.layouts import Axes
+from shoal_worker.replicated.rounds import RoundOptions
+from shoal_worker.sharding.unit import Stage
+
+_MOST_STAGES: Final = 16
+"""Longer pipelines wait more than they compute, for batches of a usual size."""
+MICRO_BATCHES_PER_STAGE: Final = 4
+"""So a pipeline waits for about a fifth of the step."""
+STAGES: Final = {
+    "zero1": Stage.OPTIMIZER,
+    "zero2": Stage.GRADIENTS,
+    "zero3": Stage.PARAMETERS,
+    "fsdp": Stage.PARAMETERS,
+    "hsdp": Stage.PARAMETERS,
+}
+"""What the strategies cut that cut anything over the ranks; along the data axis too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A strategy on a mesh."""
+
+    strategy: str
+    axes: Axes
+    along_data: str = "ddp"
+    """What the data axis of a hybrid does."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of `as_distributed`, beside `strategy`, and beside `micro_batches` of a pipeline."""
+
+    @property
+    def label(self) -> str:
+        """Short: t, p and d are the ranks along the axes tensor, pipeline and data."""
+        axes = self.axes
+        if self.strategy == "hsdp":
+            return f"hsdp {self.options['shard_size']} x {axes.data // self.options['shard_size']}"
+        sizes = [f"{letter}{size}" for letter, size in (("t", axes.tensor), ("p", axes.pipeline)) if size > 1]
+        cut = [self.along_data] if self.strategy == "hybrid" and self.along_data != "ddp" else []
+        return " ".join([self.strategy, *([*sizes, f"d{axes.data}"] if sizes else []), *cut])
+
+
+def choices(world_size: int, ranks_per_host: int) -> Iterator[Choice]:
+    """The simplest first."""
+    alone = Axes(pipeline=1, tensor=1, data=world_size)
+    for strategy in ("ddp", "zero1", "zero2", "fsdp", "zero3"):
+        if world_size > 1 or strategy == "ddp":
+            yield Choice(strategy=strategy, axes=alone)
+    for size in _replica_sizes(world_size, ranks_per_host):
+        yield Choice(strategy="hsdp", axes=alone, options={"shard_size": size})
+    if world_size > 1:
+        yield Choice(strategy="local_sgd", axes=alone, options={"sync_every": RoundOptions().sync_every})
+    host = min(ranks_per_host, world_size)
+    tensors = [size for size in _divisors(world_size) if host % size == 0]
+    pipelines = [size for size in _divisors(world_size) if size <= _MOST_STAGES]
+    for tensor in tensors:
+        for pipeline in pipelines:
+            if tensor * pipeline > 1 and world_size % (tensor * pipeline) == 0:
+                yield from _on_mesh(Axes(pipeline=pipeline, tensor=tensor, data=world_size // (tensor * pipeline)))
+
+
+def _on_mesh(axes: Axes) -> Iterator[Choice]:
+    tensor = {"tensor_parallel_size": axes.tensor} if axes.tensor > 1 else {}
+    pipeline = {"pipeline_parallel_size": axes.pipeline} if axes.pipeline > 1 else {}
+    whole = "hybrid" if tensor and pipeline else "tensor" if tensor else "pipeline"
+    yield Choice(strategy=whole, axes=axes, options=tensor | pipeline)
+    if axes.data > 1:
+        for along in ("zero1", "fsdp"):  # zero2 holds what zero1 does, and sends it for every pass
+            options = tensor | pipeline | {"data_parallel_strategy": along}
+            yield Choice(strategy="hybrid", axes=axes, along_data=along, options=options)
+
+
+def _replica_sizes(world_size: int, ranks_per_host: int) -> Iterator[int]:
+    """Replicas of a host, and of two, four and more hosts; where there is one host, of its halves."""
+    size = ranks_per_host if ranks_per_host < world_size else world_size // 2
+    while 1 < size < world_size:
+        if world_size % size == 0:
+            yield size
+        size *= 2
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]

@@ -1,0 +1,308 @@
+"""A forward and a backward pass on tensors without values: what autograd keeps, what modules are given and give back, and what is computed.
+
+The passes run under torch's FakeTensorMode, as if on the CPU: shapes and storages are those of a real run, and nothing is computed. What a
+GPU's kernels keep beside that (workspaces, other attention kernels) is not seen. Modules whose activations are computed again keep their
+inputs alone, and count as computed twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from shoal_common.errors import ConfigurationError
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.hooks import RemovableHandle
+
+from shoal_worker.engine.parameter_groups import own_forward
+from shoal_worker.engine.passes import Loss, call_module, loss_of
+from shoal_worker.pipelining.micro_batches import Call, tensors_in
+from shoal_worker.tensor_parallel.plan import Style, TensorParallelPlan
+
+
+def _as(known: Any) -> Callable[..., Any]:
+    """The operations of one of torch's functions, counted as those of another one with the same first arguments."""
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        return flop_registry[known](*args, **kwargs)
+
+    counted._get_raw = True  # type: ignore[attr-defined]  # the counter's own mark: it is not to be given shapes for tensors once more
+    return counted
+
+
+_CPU_ATTENTION: Final = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _as(torch.ops.aten._scaled_dot_product_flash_attention),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _as(torch.ops.aten._scaled_dot_product_flash_attention_backward),
+}
+"""What torch's counter does not know."""
+_ENTERING: Final = (Style.COLUMN, Style.PACKED_COLUMN, Style.COLUMN_GATHERED, Style.ATTENTION)
+
+
+@dataclass(kw_only=True)
+class ModulePass:
+    """What went through one module, in all its calls."""
+
+    input_bytes: int = 0
+    """Size of the first tensor that it is given."""
+    input_needs_gradient: bool = False
+    output_bytes: int = 0
+    """Size of the first tensor that it gives back."""
+    inputs: set[int] = field(default_factory=set)
+    """Storages."""
+    outputs: set[int] = field(default_factory=set)
+    flops: int = 0
+    """Operations of the forward pass, with those of the modules in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """One storage that autograd keeps for the backward pass."""
+
+    storage: int
+    size: int
+    """Bytes."""
+    module: str
+    """Path of the innermost module that computed with it first; "" is the model itself, or the loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passes:
+    """One forward and backward pass of a model over an example."""
+
+    samples: int
+    forward_flops: int
+    flops: int
+    """Forward and backward."""
+    saved: tuple[Saved, ...]
+    recomputed: tuple[Saved, ...]
+    """What is kept for a moment when the largest of the modules that compute their activations again does so; empty: none does."""
+    modules: Mapping[str, ModulePass]
+
+    def io_of(self, *paths: str) -> ModulePass:
+        """What went through the first of these modules that was called at all. Some modules are used without being called."""
+        return next((self.modules[path] for path in paths if path in self.modules), ModulePass())
+
+    def flops_of(self, names: Sequence[str]) -> int:
+        """Operations of the forward passes of these modules."""
+        return sum(self.io_of(name).flops for name in names)
+
+    def kept_at_most(self, plan: TensorParallelPlan | None = None) -> float:
+        """Bytes that autograd keeps on a rank; see `kept`."""
+        return sum(self.kept(plan).values()) + sum(self.kept(plan, self.recomputed).values())
+
+    def kept(self, plan: TensorParallelPlan | None = None, saved: Sequence[Saved] | None = None) -> dict[str, float]:
+        """Bytes of `saved`, by default of all that autograd keeps from the forward to the backward pass, by the module that they are of.
+
+        With a `plan`, tensors inside of a block that is split count as one part of it, but for those that every rank has whole: what enters
+        the block, and its sum.
+        """
+        split, whole = (set[str](), set[int]()) if plan is None else self._split_in(plan)
+        kept: dict[str, float] = {}
+        for each in self.saved if saved is None else saved:
+            parts = plan.size if plan is not None and each.storage not in whole and _within(each.module, split) else 1
+            kept[each.module] = kept.get(each.module, 0.0) + each.size / parts
+        return kept
+
+    def _split_in(self, plan: TensorParallelPlan) -> tuple[set[str], set[int]]:
+        blocks = {entry.block for entry in plan.entries if entry.style in (Style.ROW, Style.ATTENTION)}
+        whole: set[int] = set()
+        for entry in plan.entries:
+            if entry.style in _ENTERING:
+                whole |= self.io_of(entry.module).inputs
+            if entry.style is Style.ROW:
+                whole |= self.io_of(entry.module).outputs
+        return blocks, whole
+
+
+def _within(module: str, paths: set[str]) -> bool:
+    return any(module == path or module.startswith(f"{path}.") for path in paths)
+
+
+def measure(module: nn.Module, inputs: Any, targets: Any, loss_fn: Loss | None) -> Passes:
+    """Runs the passes of `module`, whose tensors may be on `meta`.
+
+    Args:
+        module: the whole model.
+        inputs, targets, loss_fn: as `train_step` takes them; values do not matter. Without `loss_fn` the output's `.loss` is used, or the
+            mean of the output.
+
+    Raises:
+        ConfigurationError: the model cannot be run so.
+    """
+    samples = next((len(t) for t in tensors_in([*Call.of(inputs).args, *Call.of(inputs).kwargs.values()]) if t.dim()), None)
+    if not samples:
+        raise ConfigurationError(f"example={type(inputs).__name__}: expected the model's inputs, with a tensor whose rows are the samples")
+    try:
+        return _run(module, inputs, targets, loss_fn, samples)
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            f"the example could not be passed through {type(module).__name__} without values: {type(error).__name__}: {error}; a "
+            "model whose code looks at values, or that holds tensors in plain attributes, can be planned without an example: then "
+            "activations, and times, are not in the plan"
+        ) from error
+
+
+def _run(module: nn.Module, inputs: Any, targets: Any, loss_fn: Loss | None, samples: int) -> Passes:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        step = _Step(module)
+        state = {name: _blank(tensor) for name, tensor in [*step.named_parameters(), *step.named_buffers()]}
+        given, wanted = pytree.tree_map_only(torch.Tensor, _blank, (inputs, targets))
+        counter = FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION)
+        recorder = _Recorder(counter, state.values())
+        with torch.enable_grad(), counter:
+            forward, recomputed = torch.func.functional_call(step, state, (given, wanted, loss_fn, recorder))
+        return Passes(
+            samples=samples,
+            forward_flops=forward,
+            flops=counter.get_total_flops() - recorder.beside,
+            saved=tuple(recorder.saved.values()),
+            recomputed=recomputed,
+            modules=recorder.modules,
+        )
+
+
+class _Step(nn.Module):
+    """Both passes as one call, in which the model has the stand-ins of its parameters: also while it computes activations again."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Any, targets: Any, loss_fn: Loss | None, recorder: _Recorder) -> tuple[int, tuple[Saved, ...]]:
+        """Returns the operations of the forward pass, and what is kept where the largest checkpointed module computes again."""
+        with recorder.hooked(self.model), torch.autograd.graph.saved_tensors_hooks(recorder.keep, _same):
+            loss = _loss(call_module(self.model, inputs), targets, loss_fn)
+            forward = recorder.counted
+            recomputed = recorder.largest_recomputed()
+        recorder.beside = recorder.counted - forward
+        loss.backward()
+        return forward, recomputed
+
+
+def _loss(output: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
+    has_loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss_fn is not None or isinstance(has_loss, torch.Tensor):
+        return loss_of(output, targets, loss_fn)
+    found = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not found:
+        raise ConfigurationError(f"the model returned {type(output).__name__} without a tensor that has a gradient: nothing to train")
+    return torch.stack([t.float().mean() for t in found]).sum()
+
+
+def _blank(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+class _Recorder:
+    """Owned by the thread that runs the passes."""
+
+    def __init__(self, counter: FlopCounterMode, own: Any) -> None:
+        """`own`: parameters and buffers, which are no activations."""
+        self.modules: dict[str, ModulePass] = {}
+        self.saved: dict[int, Saved] = {}
+        self.beside = 0
+        """Operations counted that are of neither pass."""
+        self._counter = counter
+        self._checkpointed: dict[tuple[type, int], tuple[str, Callable[..., Any], Any, Any]] = {}
+        """Modules that compute their activations again, one of each kind and size: path, own forward, and what it was given."""
+        self._own = {_storage(tensor) for tensor in own}
+        self._alive: list[torch.Tensor] = []
+        """All that was seen: so that no other storage gets the identity of one that is gone."""
+        self._open: list[tuple[str, int]] = []
+        """The modules that are computing, with the operations counted before."""
+
+    @property
+    def counted(self) -> int:
+        """Operations until now."""
+        return self._counter.get_total_flops()
+
+    @contextlib.contextmanager
+    def hooked(self, module: nn.Module) -> Iterator[None]:
+        """Within, passes through the modules are recorded."""
+        handles: list[RemovableHandle] = []
+        for path, inner in module.named_modules():
+            handles.append(inner.register_forward_pre_hook(self._before(path), with_kwargs=True))
+            handles.append(inner.register_forward_hook(self._after(path)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Autograd keeps `tensor`."""
+        storage = _storage(tensor)
+        if storage not in self._own and storage not in self.saved:
+            self._alive.append(tensor)
+            path = self._open[-1][0] if self._open else ""
+            self.saved[storage] = Saved(storage=storage, size=tensor.untyped_storage().nbytes(), module=path)
+        return tensor
+
+    def largest_recomputed(self) -> tuple[Saved, ...]:
+        """What autograd keeps when the module that keeps most, of those that compute again, does so. Called within `hooked`."""
+        kept, modules = self.saved, self.modules
+        largest: dict[int, Saved] = {}
+        for path, forward, args, kwargs in self._checkpointed.values():
+            self.saved, self.modules = {}, {}
+            self._open.append((path, self.counted))
+            forward(*args, **kwargs)
+            self._open.pop()
+            for inner, own in self.modules.items():  # in a checkpoint they were seen already, with other storages
+                if inner in modules:
+                    modules[inner].inputs |= own.inputs
+                    modules[inner].outputs |= own.outputs
+            largest = max(largest, self.saved, key=lambda saved: sum(each.size for each in saved.values()))
+        self.saved, self.modules = kept, modules
+        return tuple(largest.values())
+
+    def _before(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
+        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+            original = own_forward(module)
+            if original is not None:
+                kind = type(module), sum(p.numel() for p in module.parameters())
+                self._checkpointed.setdefault(kind, (path, original, args, kwargs))
+            first = next(tensors_in([*args, *kwargs.values()]), None)
+            own = self.modules.setdefault(path, ModulePass())
+            if first is not None:
+                self._alive.append(first)
+                own.input_bytes += first.nbytes
+                own.input_needs_gradient = own.input_needs_gradient or first.requires_grad
+                own.inputs.add(_storage(first))
+            self._open.append((path, self.counted))
+
+        return note
+
+    def _after(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
+        def note(_: nn.Module, args: Any, output: Any) -> None:
+            before = self._open.pop()[1]
+            own = self.modules[path]
+            own.flops += self.counted - before
+            first = next(tensors_in(output), None)
+            if first is not None:
+                self._alive.append(first)
+                own.output_bytes += first.nbytes
+                own.outputs.add(_storage(first))
+
+        return note
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def scaled(amount: float, samples: float, passes: Passes) -> float:
+    """What so many samples come to, where the example's come to `amount`."""
+    return amount * math.ceil(samples) / passes.samples

@@ -1,0 +1,211 @@
+"""A plan: what strategies cost, as a value and as text for terminals of 100 columns."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from shoal_worker.planning.costs import Memory, Traffic, sent
+from shoal_worker.planning.step_time import Assumptions, Estimate
+from shoal_worker.planning.units import readable_bytes, readable_seconds, scale_for
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStrategy:
+    """One strategy on one mesh."""
+
+    strategy: str
+    label: str
+    """The strategy and its mesh, short: `hybrid t8 p2 d4 zero1`."""
+    options: Mapping[str, Any]
+    """Keyword arguments of `as_distributed`, beside `strategy`."""
+    data: int
+    """Replicas, or ranks that the batch is dealt over."""
+    tensor: int
+    pipeline: int
+    samples: int
+    """How many of a step each of `data` takes."""
+    memory: Memory | None
+    """Bytes on the rank that holds most; None: the model cannot be trained so."""
+    traffic: tuple[Traffic, ...]
+    estimate: Estimate | None
+    """None: there was no example."""
+    fits: bool
+    reason: str
+    """Why it does not fit, or cannot be; empty: it fits."""
+
+    @property
+    def exact(self) -> bool:
+        """The result is that of one process on the whole batch."""
+        return self.strategy != "local_sgd"
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a rank sends in a step, in the mean over the ranks; without an example those of activations are missing."""
+        return sent(self.traffic)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What strategies cost, the best first. `print(plan)` is the table."""
+
+    model: str
+    parameters: int
+    """Elements."""
+    parameter_bytes: int
+    optimizer: str
+    world_size: int
+    global_batch_size: int | None
+    """Samples of a step; None: there was no example."""
+    device_memory: int | None
+    """Bytes of each rank; None: not bounded."""
+    assumptions: Assumptions
+    strategies: tuple[PlannedStrategy, ...]
+    """All that were planned: first those that fit, the quickest first; then those that fit and change the result (local_sgd); then those
+    that do not fit; then those that cannot be."""
+
+    @property
+    def recommended(self) -> PlannedStrategy | None:
+        """The quickest that fits and gives the result of one process; without an example the simplest. None: nothing fits."""
+        return next((each for each in self.strategies if each.fits and each.exact), None)
+
+    def __str__(self) -> str:
+        return render(self)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as JSON's types; bytes and seconds."""
+        best = self.recommended
+        content = dataclasses.asdict(self)
+        for told, each in zip(content["strategies"], self.strategies, strict=True):
+            told |= {"exact": each.exact, "sent": each.sent, "recommended": each is best}
+            if each.memory is not None:
+                told["memory"] |= {"held": each.memory.held, "total": each.memory.total}
+        return content
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------- as text
+
+WIDTH: Final = 100
+_NOTHING: Final = "-"
+_MOST: Final = 16
+"""Rows of each kind that are shown, unless all are wanted."""
+
+
+def render(plan: Plan, *, everything: bool = False) -> str:
+    """The plan as lines of at most `WIDTH` columns. `everything`: all rows."""
+    fitting = [each for each in plan.strategies if each.fits]
+    too_large = [each for each in plan.strategies if not each.fits and each.memory is not None]
+    impossible = [each for each in plan.strategies if each.memory is None]
+    lines = [*_head(plan), "", *_recommendation(plan), ""]
+    most = len(plan.strategies) if everything else _MOST
+    rows = [*_shown(fitting, most), *_shown(too_large, most)]
+    unit, scale = scale_for(max((each.memory.total for each in rows if each.memory is not None), default=1.0) / 10)
+    kept = len(_shown(fitting, most))
+    table = _columns(unit, [_row(each, plan, scale) for each in rows])
+    if kept:
+        lines += table[: kept + 1]
+        lines += _left_out(len(fitting) - kept, "fit as well")
+    if too_large:
+        assert plan.device_memory is not None
+        lines += ["", f"Too large for {readable_bytes(plan.device_memory)} a rank, of which a tenth is left free:", ""]
+        lines += [table[0], *table[kept + 1 :]]
+        lines += _left_out(len(too_large) - (len(rows) - kept), "are too large as well")
+    if impossible:
+        lines += ["", "Not possible:"]
+        for reason, labels in _by_reason(impossible).items():
+            lines += textwrap.wrap(f"{_abbreviated(labels)}: {reason}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _shown(rows: Sequence[PlannedStrategy], most: int) -> list[PlannedStrategy]:
+    """The first ones, and the first of each strategy that is not among them."""
+    first = list(rows[:most])
+    there = {each.strategy for each in first}
+    for each in rows[most:]:
+        if each.strategy not in there:
+            there.add(each.strategy)
+            first.append(each)
+    return first
+
+
+def _left_out(number: int, what: str) -> list[str]:
+    return [f"{number} more {what}: --all, or plan.strategies, has them"] if number > 0 else []
+
+
+def _head(plan: Plan) -> list[str]:
+    told = plan.assumptions
+    memory = f", {readable_bytes(plan.device_memory)} each" if plan.device_memory is not None else ""
+    lines = [
+        f"{plan.model}: {_count(plan.parameters)} parameters, {readable_bytes(plan.parameter_bytes)}, {plan.optimizer}",
+        f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}, {told.ranks_per_host} a host{memory}",
+    ]
+    if plan.global_batch_size is not None:
+        lines.append(
+            f"steps of {plan.global_batch_size} samples, estimated with {_rate(told.device_flops)}FLOP/s x {told.efficiency:g}, "
+            f"{_rate(told.bandwidth)}B/s to other hosts, {_rate(told.local_bandwidth)}B/s within"
+        )
+    else:
+        lines += textwrap.wrap(
+            "no example of the model's inputs: activations, times, and what tensor and pipeline send are not in it", WIDTH
+        )
+    return lines
+
+
+def _recommendation(plan: Plan) -> list[str]:
+    best = plan.recommended
+    if best is None:
+        return ["recommended: none of them fits; more ranks, smaller batches or activation_checkpointing= would help"]
+    words = ", ".join([f'strategy="{best.strategy}"', *(f"{name}={json.dumps(value)}" for name, value in best.options.items())])
+    call = f"shoal.as_distributed(model, optimizer, {words})"
+    return textwrap.wrap(f"recommended: {call}", WIDTH, subsequent_indent="    ")
+
+
+def _row(each: PlannedStrategy, plan: Plan, scale: int) -> tuple[str, ...]:
+    memory = each.memory
+    assert memory is not None
+    roles = (memory.parameters, memory.gradients, memory.optimizer, memory.mirrors, memory.staging, memory.activations, memory.total)
+    known = each.estimate is not None or each.tensor * each.pipeline == 1
+    return (
+        f"{'*' if each is plan.recommended else ' '} {each.label}",
+        *(_NOTHING if size is None else _figure(size / scale) for size in roles),
+        _figure(each.sent / scale) if known else _NOTHING,
+        f"{each.estimate.bubble:.0%}" if each.estimate is not None and each.pipeline > 1 else _NOTHING,
+        readable_seconds(each.estimate.seconds) if each.estimate is not None else _NOTHING,
+    )
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _columns(unit: str, rows: Sequence[tuple[str, ...]]) -> list[str]:
+    head = (f"  {unit} a rank", "params", "grads", "state", "mirrors", "staging", "activ.", "total", "sent", "bubble", "step")
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    return [
+        " ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))])
+        for row in (head, *rows)
+    ]
+
+
+def _by_reason(strategies: Iterable[PlannedStrategy]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for each in strategies:
+        found.setdefault(each.reason, []).append(each.label)
+    return found
+
+
+def _abbreviated(labels: Sequence[str]) -> str:
+    return ", ".join(labels) if len(labels) <= 4 else f"{labels[0]}, {labels[1]} and {len(labels) - 2} more"
+
+
+def _count(number: float) -> str:
+    words = ((1e9, "billion"), (1e6, "million"))
+    return next((f"{number / scale:.1f} {word}" for scale, word in words if number >= scale), f"{number:,.0f}")
+
+
+def _rate(rate: float) -> str:
+    return next((f"{rate / scale:g} {prefix}" for scale, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M")) if rate >= scale), f"{rate:g} ")

@@ -1,0 +1,167 @@
+"""What is planned: a model and its optimizer, as sizes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from shoal_common.errors import ConfigurationError
+from torch import nn
+
+from shoal_worker.config import ShardingConfiguration
+from shoal_worker.engine.parameter_groups import ParameterGroup, checkpoint_activations
+from shoal_worker.engine.passes import Loss
+from shoal_worker.mesh.layouts import meta_copy
+from shoal_worker.planning.passes import Passes, measure
+from shoal_worker.sharding.engine import in_blocks, in_buckets
+from shoal_worker.state.fits import WHOLE_TENSORS
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSize:
+    """What the optimizer keeps of one parameter."""
+
+    per_element: float
+    """Bytes, of what has the parameter's shape, or grows with it."""
+    fixed: int
+    """Bytes, of the rest: a count of steps."""
+
+    def of(self, elements: int) -> float:
+        """Bytes for a piece of so many elements."""
+        return self.per_element * elements + self.fixed if elements else 0.0
+
+
+NO_STATE = StateSize(per_element=0.0, fixed=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model without values, and what is known of it."""
+
+    module: nn.Module
+    """On the meta device."""
+    config: ShardingConfiguration
+    state: Mapping[str, StateSize]
+    """By parameter."""
+    optimizer: str
+    """Name of its class."""
+    passes: Passes | None
+    """None: there was no example."""
+    buffer_bytes: int
+    shared_buffer_elements: int
+    """Elements of the buffers that the ranks agree on in each step: statistics and counters."""
+
+    @functools.cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Each once."""
+        return dict(self.module.named_parameters())
+
+    @functools.cached_property
+    def blocks(self) -> list[ParameterGroup]:
+        """What is gathered at once where parameters are cut, the outermost module first."""
+        return in_blocks(self.module, self.config)
+
+    @functools.cached_property
+    def buckets(self) -> list[ParameterGroup]:
+        """What is reduced at once where they are not."""
+        return in_buckets(self.module, self.config)
+
+    @functools.cached_property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Those that have gradients."""
+        return {name: p for name, p in self.parameters.items() if p.requires_grad}
+
+    @property
+    def whole_tensors(self) -> bool:
+        """The optimizer looks at whole tensors: where state is in shards, each tensor is dealt to one rank."""
+        return self.optimizer in WHOLE_TENSORS
+
+    def state_of(self, name: str) -> StateSize:
+        """What the optimizer keeps of a parameter."""
+        return self.state.get(name, NO_STATE)
+
+
+def subject_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: ShardingConfiguration, *, inputs: Any, targets: Any, loss_fn: Loss | None
+) -> Subject:
+    """Takes the sizes of a model and its optimizer, which are left as they are.
+
+    Raises:
+        ConfigurationError: there is nothing to train, the optimizer is of another model or cannot be stepped without values, or the
+            example cannot be passed through the model.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"plan: model={type(model).__name__}: expected a torch.nn.Module")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigurationError(
+            f"plan: optimizer={type(optimizer).__name__}: expected a torch.optim.Optimizer over the model's parameters"
+        )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigurationError(f"plan: {type(model).__name__} has no parameter with requires_grad=True: there is nothing to train")
+    module = meta_copy(model)
+    checkpoint_activations(module, config.activation_checkpointing)
+    persistent = {id(t) for t in module.state_dict(keep_vars=True).values()}
+    buffers = list(module.buffers())
+    return Subject(
+        module=module,
+        config=config,
+        state=_state_sizes(model, module, optimizer),
+        optimizer=type(optimizer).__name__,
+        passes=None if inputs is None else measure(module, inputs, targets, loss_fn),
+        buffer_bytes=sum(b.nbytes for b in buffers),
+        shared_buffer_elements=sum(b.numel() for b in buffers if (b.is_floating_point() and id(b) in persistent) or b.dtype == torch.int64),
+    )
+
+
+def _state_sizes(model: nn.Module, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, StateSize]:
+    """By parameter; see `_state_size`."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    foreign = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])
+    if foreign:
+        raise ConfigurationError(
+            f"plan: {foreign} parameter(s) of the {type(optimizer).__name__} are not the model's: make the optimizer over "
+            "model.parameters(), of the model that is planned"
+        )
+    shapes = dict(module.named_parameters())
+    known: dict[tuple[torch.Size, torch.dtype, int], StateSize] = {}
+    sizes: dict[str, StateSize] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for name in (names[id(p)] for p in group["params"]):
+            parameter = shapes[name]
+            key = parameter.shape, parameter.dtype, number
+            if parameter.requires_grad and key not in known:
+                known[key] = _state_size(optimizer, group, parameter)
+            sizes[name] = known.get(key, NO_STATE)
+    return sizes
+
+
+def _state_size(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: nn.Parameter) -> StateSize:
+    """What a copy of the optimizer keeps of one parameter after a step: without values, or, where it asks for some, with zeros."""
+    try:
+        state = _stepped(optimizer, group, nn.Parameter(torch.empty_like(like, device="meta")))
+    except Exception:  # whatever its code raises, over a tensor that has no values
+        try:
+            state = _stepped(optimizer, group, nn.Parameter(torch.zeros_like(like, device="cpu")))
+        except Exception as error:
+            raise ConfigurationError(
+                f"plan: {type(optimizer).__name__} could not be stepped over zeros ({type(error).__name__}: {error}), so the size of its "
+                "state is not known; plan with an optimizer of torch.optim that keeps as much"
+            ) from error
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    growing = sum(t.nbytes for t in tensors if t.dim())
+    return StateSize(per_element=growing / max(1, like.numel()), fixed=sum(t.nbytes for t in tensors if not t.dim()))
+
+
+def _stepped(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: nn.Parameter) -> Mapping[str, Any]:
+    own = copy.copy(optimizer)
+    own.state = defaultdict(dict)
+    own.param_groups = [{**group, "params": [parameter]}]
+    parameter.grad = torch.zeros_like(parameter)
+    own.step()
+    state: Mapping[str, Any] = own.state.get(parameter, {})
+    return state

@@ -1,0 +1,75 @@
+"""Amounts as people write and read them: bytes, and rates."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Final
+
+from shoal_common.errors import ConfigurationError
+
+_AMOUNT: Final = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)(/s)?\s*")
+_FACTORS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
+_FACTORS_1024: Final = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SCALES: Final = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+
+
+def parse_bytes(what: str, value: str | float) -> int:
+    """Bytes, or bytes a second: a number, or "80GB" (10^9), "80GiB" (2^30), "25GB/s", "200Gbit/s".
+
+    Raises:
+        ConfigurationError: it is none of these, or not above 0. `what` names it.
+    """
+    amount = _parse(value, {"b": 1.0, "bit": 0.125, "": 1.0}, _FACTORS | _FACTORS_1024)
+    if amount is None or amount < 1:
+        raise ConfigurationError(f'{what}={value!r}: expected bytes above 0, such as "80GB" (10^9 each), "80GiB" (2^30) or "200Gbit/s"')
+    return int(amount)
+
+
+def parse_flops(what: str, value: str | float) -> float:
+    """Floating-point operations a second: a number, or "312T", "312TFLOP/s".
+
+    Raises:
+        ConfigurationError: it is none of these, or not above 0. `what` names it.
+    """
+    amount = _parse(value, {"flop": 1.0, "flops": 1.0, "": 1.0}, _FACTORS)
+    if amount is None or amount < 1:
+        raise ConfigurationError(f'{what}={value!r}: expected operations a second above 0, such as "312T" or 3.12e14')
+    return amount
+
+
+def _parse(value: str | float, units: dict[str, float], factors: dict[str, int]) -> float | None:
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int | float):
+        return float(value) if math.isfinite(value) else None
+    match = _AMOUNT.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        return None
+    word = match[2].lower()
+    for unit in sorted(units, key=len, reverse=True):
+        prefix = word.removesuffix(unit)
+        if word.endswith(unit) and prefix in factors:
+            return float(match[1]) * factors[prefix] * units[unit]
+    return None
+
+
+def readable_bytes(amount: float) -> str:
+    """An amount with the unit that gives it one to four digits before the point."""
+    unit, scale = scale_for(amount)
+    return f"{amount:.0f} B" if scale == 1 else f"{amount / scale:.1f} {unit}"
+
+
+def scale_for(amount: float) -> tuple[str, int]:
+    """The unit in which an amount is at least 1, and its bytes."""
+    return next((each for each in _SCALES if amount >= each[1]), _SCALES[-1])
+
+
+def readable_seconds(seconds: float) -> str:
+    """Three digits with a unit."""
+    if seconds >= 100:
+        return f"{seconds:,.0f} s"
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if seconds >= scale or unit == "us":
+            return f"{seconds / scale:.3g} {unit}"
+    raise AssertionError("the last unit takes all")

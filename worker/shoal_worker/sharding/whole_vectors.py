@@ -1,0 +1,209 @@
+"""Puts vectors together that are cut over ranks, in an operation between steps; or agrees on who writes which part of them.
+
+By messages to all members instead of an all-gather: in an operation the newest group may have spectators, and the shards may still be cut
+for the group before, with mirrors in the place of ranks that are gone.
+
+Model and optimizer state are in the form that one process would have: under the module's names, with whole shapes, indexed as torch's
+optimizers do. What every strategy saves, and can load.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shoal_worker.elastic.group import Channel
+from shoal_worker.engine.holders import ShardHolders, ShardsLostError, plan_copies
+from shoal_worker.sharding.resharding import (
+    ELEMENTS,
+    MOST_COPIES,
+    VALUES,
+    RankShards,
+    ShardedOptimizerState,
+    held_of,
+    is_cut,
+    newest_of,
+    rows_of,
+    vector_of,
+)
+from shoal_worker.sharding.unit import Unit
+from shoal_worker.state.tree import Run
+
+ParameterIndex = tuple[int, int]
+"""A parameter: index of its unit, and in the unit."""
+
+
+def optimizer_state(
+    places: Sequence[Sequence[ParameterIndex]],
+    settings: Sequence[Mapping[str, Any]],
+    units: Sequence[Unit],
+    scalars: Sequence[Sequence[Mapping[str, Any]]],
+    wholes: Sequence[Mapping[str, torch.Tensor]],
+) -> dict[str, Any]:
+    """Returns what `torch.optim.Optimizer.state_dict()` of one process would. `places`: the parameters of each group."""
+    state: dict[int, dict[str, Any]] = {}
+    groups, number = [], 0
+    for group, own in zip(places, settings, strict=True):
+        groups.append({**own, "params": list(range(number, number + len(group)))})
+        for unit_index, index in group:
+            unit = units[unit_index]
+            kept = dict(scalars[unit_index][index])
+            if kept:
+                for name in kept.pop(ELEMENTS):
+                    kept[name] = unit.layout.over(1).views(wholes[unit_index][name])[index]
+                state[number] = kept
+            number += 1
+    return {"state": state, "param_groups": groups}
+
+
+def spread(
+    places: Sequence[Sequence[ParameterIndex]], saved: Mapping[str, Any], units: Sequence[Unit], state: ShardedOptimizerState
+) -> None:
+    """Gives the pieces that the units hold their part of the optimizer state of `optimizer_state`."""
+    by_unit: list[list[dict[str, Any]]] = [[{} for _ in unit.parameters] for unit in units]
+    number = 0
+    for group in places:
+        for unit_index, index in group:
+            by_unit[unit_index][index] = dict(saved["state"].get(number, {}))
+            number += 1
+    for unit, states in zip(units, by_unit, strict=True):
+        vectors: dict[str, torch.Tensor] = {}
+        scalars: list[dict[str, Any]] = []
+        for index, (shape, own) in enumerate(zip(unit.layout.shapes, states, strict=True)):
+            scalars.append({ELEMENTS: []} if own else {})
+            for key, value in own.items():
+                if is_cut(value, unit, shape):
+                    flat = vectors.setdefault(key, torch.zeros(unit.layout.padded_numel, dtype=value.dtype, device=unit.device))
+                    unit.layout.views(flat)[index].copy_(value)
+                    scalars[index][ELEMENTS].append(key)
+                else:
+                    scalars[index][key] = value
+        size = unit.layout.shard_numel
+        held = [holding.position for holding in unit.holdings if holding.position is not None]
+        shards = {where: {key: flat[where * size : (where + 1) * size] for key, flat in vectors.items()} for where in held}
+        state.replace(unit, scalars, shards)
+
+
+def assemble(
+    units: Sequence[Unit], held: Sequence[RankShards], keys: Sequence[Mapping[str, torch.dtype]], channel: Channel
+) -> list[dict[str, torch.Tensor]]:
+    """The whole vectors of each unit, flat, without padding; perhaps the very ones that are held.
+
+    `held`, `keys`: see `reshard`; no keys give the values alone.
+
+    Raises:
+        ShardsLostError: no cut is complete any more.
+        MembershipChanged: the group is over.
+    """
+    sends, mine, everywhere = agree(held, channel)
+    world_size = len(sends)
+    if world_size == 1 and mine is not None and everywhere:
+        return [vectors[0] for vectors in mine.vectors]
+    wholes = []
+    for index, unit in enumerate(units):
+        whole: dict[str, torch.Tensor] = {}
+        layout = unit.layout.over(world_size)
+        size = layout.shard_numel
+        for name, dtype in {VALUES: unit.dtype, **keys[index]}.items():
+            sent = [mine.vectors[index][p] for p in range(world_size) if sends[p] == channel.rank] if mine is not None else []
+            payload = b"".join(_bytes(vector_of(unit, vectors, name, dtype)) for vectors in sent)
+            answers = channel.exchange(payload)
+            flat = torch.empty(size * world_size, dtype=dtype)
+            for rank, answer in enumerate(answers):
+                positions = [p for p in range(world_size) if sends[p] == rank]
+                if positions:
+                    received = torch.frombuffer(bytearray(answer), dtype=dtype).view(len(positions), size)
+                    flat.view(world_size, size)[positions] = received
+            whole[name] = layout.in_order(flat).to(unit.device)
+        wholes.append(whole)
+    return wholes
+
+
+def own_runs(
+    units: Sequence[Unit], held: Sequence[RankShards], outlines: Sequence[Mapping[str, torch.Tensor]], channel: Channel
+) -> tuple[int, dict[int, list[Run]]]:
+    """Into how many shards the vectors are cut, and the runs of those that this rank is to write: over all ranks each is written once.
+
+    Args:
+        held: see `reshard`.
+        outlines: the vectors of each unit, on the meta device.
+
+    Raises:
+        ShardsLostError: no cut is complete any more.
+        MembershipChanged: the group is over.
+    """
+    sends, mine, _ = agree(held, channel)
+    shards: dict[int, list[Run]] = {}
+    for position in (p for p, rank in sends.items() if rank == channel.rank):
+        assert mine is not None
+        shards[position] = [
+            Run(vector=outline, begin=segment.start, values=vectors[position][name][segment.offset : segment.offset + segment.length])
+            for unit, vectors, own in zip(units, mine.vectors, outlines, strict=True)
+            for name, outline in own.items()
+            if name in vectors[position] or not unit.layout.whole_tensors
+            for segment in unit.layout.over(len(sends)).segments
+            if segment.position == position
+        ]
+    return len(sends), shards
+
+
+def copy_singles(
+    units: Sequence[Unit],
+    held: Sequence[RankShards],
+    keys: Sequence[Mapping[str, torch.dtype]],
+    channel: Channel,
+    leaving: Collection[int],
+) -> tuple[ShardHolders[int], list[dict[int, dict[str, torch.Tensor]]]] | None:
+    """Copies each shard that one rank alone has to another rank, of the newest cut that is complete. Returns that cut and what this rank is
+    to keep, by unit and position; None, on all ranks alike: nothing has to be copied.
+
+    `held`, `keys`: see `reshard`. `leaving`: ranks that are about to leave: what they hold does not count, and they keep nothing.
+
+    Raises:
+        MembershipChanged: the group is over.
+    """
+    try:
+        told = newest_of(_told(held, channel))
+    except ShardsLostError:
+        return None  # cutting it anew says so
+    copies = plan_copies(told, range(channel.world_size), leaving, most=MOST_COPIES) if told.shards > 1 else []
+    if not copies:
+        return None
+    mine = held_of(held, told.cut)
+    kept: list[dict[int, dict[str, torch.Tensor]]] = []
+    for index, unit in enumerate(units):
+        size = unit.layout.over(told.shards).shard_numel
+        vectors = {VALUES: unit.dtype, **keys[index]}
+        sent = [copy.place for copy in copies if copy.sender == channel.rank]
+        own = [mine.vectors[index][p] for p in sent] if mine is not None else []
+        answers = channel.exchange(b"".join(_bytes(vector_of(unit, o, name, dtype)) for o in own for name, dtype in vectors.items()))
+        arrived: dict[int, dict[str, torch.Tensor]] = {}
+        offsets = dict.fromkeys(range(channel.world_size), 0)
+        for copy in copies:
+            for name, dtype in vectors.items():
+                begin, offsets[copy.sender] = offsets[copy.sender], offsets[copy.sender] + size * dtype.itemsize
+                if copy.keeper == channel.rank:
+                    data = bytearray(answers[copy.sender][begin : offsets[copy.sender]])
+                    arrived.setdefault(copy.place, {})[name] = torch.frombuffer(data, dtype=dtype)
+        kept.append(arrived)
+    return told, kept
+
+
+def agree(held: Sequence[RankShards], channel: Channel) -> tuple[dict[int, int], RankShards | None, bool]:
+    """Returns, for the newest cut that is complete: the rank that sends each position, what this rank has of it, and whether every rank has
+    every position."""
+    told = newest_of(_told(held, channel))
+    everywhere = all(len(told.holders.get(position, ())) == channel.world_size for position in range(told.shards))
+    return told.senders(), held_of(held, told.cut), everywhere
+
+
+def _told(held: Sequence[RankShards], channel: Channel) -> list[list[int]]:
+    return [json.loads(told) for told in channel.exchange(json.dumps(rows_of(held)).encode())]
+
+
+def _bytes(shard: torch.Tensor) -> bytes:
+    # A copy: a storage that numpy has seen cannot be given back.
+    return shard.detach().to("cpu", copy=True).view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,155 @@
+"""MLflow: a run's course as one MLflow run, where MLFLOW_TRACKING_URI says.
+
+The MLflow run is found by a tag with the run's key, or made. So a rank that takes over from one that died, and a run that is resumed, go
+on in the same one. MLflow takes no points back: steps that are done again have points of both times, of which the later ones count.
+
+A thread of the sink's own imports mlflow and speaks to it: neither takes training's time, nor does a tracking server that is slow or away.
+What the training thread tells is queued for it; of a rank that is killed, what is in the queue is missing.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Final
+
+from shoal_common.errors import ConfigurationError, UnavailableError
+
+from shoal_worker.tracking.tracker import TrackedRun
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+_KEY_TAG: Final = "shoal.run"
+_JOB_TAG: Final = "shoal.job"
+_EVENT_TAG: Final = "shoal.newest_event"
+_MOST_WAITING: Final = 1_000
+"""Points and texts that MLflow has not taken yet: beyond them it is given up."""
+_CLOSE_S: Final = 30.0
+"""How long the end of a run waits for what is queued."""
+
+_Task = Callable[["MlflowClient", str], object]
+"""Given the client and the MLflow run's id."""
+
+
+class MLflow:
+    """Writes a run's course to MLflow. Give it to `shoal.track`."""
+
+    def __init__(self, experiment: str) -> None:
+        """`experiment`: by its name; it is made if it is not there.
+
+        Raises ConfigurationError if the package is not installed, or the name is empty.
+        """
+        if find_spec("mlflow") is None:
+            raise ConfigurationError(
+                "shoal.MLflow needs the package mlflow-skinny or mlflow; install it with `pip install 'shoal[mlflow]'`"
+            )
+        if not experiment:
+            raise ConfigurationError("shoal.MLflow(''): expected the name of an experiment")
+        self._experiment = experiment
+        self._writer: _Writer | None = None
+
+    def open(self, *, run: TrackedRun, step: int) -> None:
+        """Goes on in the run's MLflow run, or begins it."""
+        self._writer = _Writer(self._experiment, run)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """A point of each."""
+        now_ms, points = time.time_ns() // 1_000_000, dict(values)
+
+        def log(client: MlflowClient, run_id: str) -> None:
+            from mlflow.entities import Metric
+
+            client.log_batch(run_id, metrics=[Metric(name, value, now_ms, step) for name, value in points.items()])
+
+        self._opened.put(log)
+
+    def event(self, step: int, text: str) -> None:
+        """The newest one is a tag of the MLflow run."""
+        self._opened.put(lambda client, run_id: client.set_tag(run_id, _EVENT_TAG, f"step {step}: {text}"))
+
+    def flush(self) -> None:
+        """Nothing: it is sent as soon as MLflow takes it."""
+
+    def close(self, *, ended: bool) -> None:
+        """At the end of this rank's part: marks the MLflow run as finished, and waits for that; whoever goes on with it marks it as running
+        again. Else another rank goes on, or this one does: what is left is sent behind its back."""
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        if ended:
+            writer.finish()
+        else:
+            writer.put(None)
+
+    @property
+    def _opened(self) -> _Writer:
+        assert self._writer is not None, "it is open while it is written to"
+        return self._writer
+
+
+class _Writer:
+    """The thread of one opening. What fails there is raised by the next call."""
+
+    def __init__(self, experiment: str, run: TrackedRun) -> None:
+        self._tasks: queue.Queue[_Task | None] = queue.Queue(_MOST_WAITING)
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._write, args=(experiment, run), name="shoal-mlflow", daemon=True)
+        self._thread.start()
+
+    def put(self, task: _Task | None) -> None:
+        if self._error is not None:
+            raise self._error
+        try:
+            self._tasks.put_nowait(task)
+        except queue.Full:
+            raise UnavailableError(f"MLflow has not taken {_MOST_WAITING} points and texts that wait for it") from None
+
+    def finish(self) -> None:
+        self.put(lambda client, run_id: client.set_terminated(run_id, "FINISHED"))
+        self.put(None)
+        self._thread.join(_CLOSE_S)
+        if self._error is not None:
+            raise self._error
+        if self._thread.is_alive():
+            raise UnavailableError(f"waited {_CLOSE_S:g} s for MLflow to take what was left of the run")
+
+    def _write(self, experiment: str, run: TrackedRun) -> None:
+        try:
+            from mlflow import MlflowClient
+
+            client = MlflowClient()
+            run_id = _run_id(client, experiment, run)
+            while (task := self._tasks.get()) is not None:
+                task(client, run_id)
+        except Exception as error:  # said by the tracker, once
+            self._error = error
+
+
+def _run_id(client: MlflowClient, experiment: str, run: TrackedRun) -> str:
+    """The MLflow run of this run, which is running from here on."""
+    experiment_id = _experiment_id(client, experiment)
+    found = client.search_runs([experiment_id], filter_string=f"tags.`{_KEY_TAG}` = '{run.key}'", order_by=["attributes.start_time ASC"])
+    if found:
+        run_id: str = found[0].info.run_id
+        client.update_run(run_id, status="RUNNING")
+        return run_id
+    tags: dict[str, Any] = {_KEY_TAG: run.key, **({_JOB_TAG: run.job} if run.job else {})}
+    return str(client.create_run(experiment_id, tags=tags, run_name=run.job or None).info.run_id)
+
+
+def _experiment_id(client: MlflowClient, name: str) -> str:
+    from mlflow.exceptions import MlflowException
+
+    known = client.get_experiment_by_name(name)
+    if known is None:
+        try:
+            return str(client.create_experiment(name))
+        except MlflowException:  # another run has made it meanwhile
+            known = client.get_experiment_by_name(name)
+            if known is None:
+                raise
+    return str(known.experiment_id)

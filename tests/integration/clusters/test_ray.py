@@ -21,7 +21,7 @@ from shoal_worker.data.record import audit
 
 from tests.integration.clusters.ray_cluster import RayCluster, eventually
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # a node takes up to 20 s to start, and a killed one's place to be found anew
 
 PAGE = Path(__file__).parents[3] / "docs/clusters/ray.md"
 TRAINING = """

@@ -27,7 +27,7 @@ from shoal_common.own_address import OwnAddress
 from shoal_common.process_secrets import take_secrets
 from shoal_common.settings import Address, parse_address
 from shoal_protos.v1 import coordinator_pb2 as pb
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from shoal_worker.torch_internals import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,

@@ -24,7 +24,9 @@ from typing import ClassVar, Final
 import torch
 import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, InvalidRequestError, MembershipChanged, PreconditionError
-from torch._C._distributed_c10d import (
+from torch.distributed import DistBackendError
+
+from shoal_worker.torch_internals import (
     AllgatherOptions,
     AllreduceOptions,
     AllToAllOptions,
@@ -34,7 +36,6 @@ from torch._C._distributed_c10d import (
     ScatterOptions,
     Store,
 )
-from torch.distributed import DistBackendError
 
 # --------------------------------------------------------------------------------------------------------------------------------- errors
 #

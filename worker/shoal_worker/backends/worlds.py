@@ -24,10 +24,10 @@ from datetime import timedelta
 from typing import Any, Final
 
 import torch
-import torch.distributed.distributed_c10d as c10d
-from torch._C._distributed_c10d import _set_thread_isolation_mode  # type: ignore[attr-defined]  # missing in the stub
 from torch.distributed import device_mesh
 from torch.distributed.distributed_c10d import Store
+
+from shoal_worker.torch_internals import _set_thread_isolation_mode, c10d
 
 _lock = threading.Lock()
 _installed: list[contextlib.ExitStack] = []

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError, ShoalError
-from torch.utils import _pytree as pytree
 
 from shoal_worker.data.cursor import LoaderProgress
 from shoal_worker.data.fetch import Fetcher, Request
@@ -29,6 +28,7 @@ from shoal_worker.data.sampling import Block
 from shoal_worker.data.step_batches import DealtStep, Step, Supply
 from shoal_worker.elastic.loader_interface import LoaderSession, Placement, Share, StepSource, StopTraining, WeighRows
 from shoal_worker.elastic.worker_process import current_loader_session
+from shoal_worker.torch_internals import pytree
 
 # ----------------------------------------------------------------------------------------------------------- a step's batches, handed out
 #

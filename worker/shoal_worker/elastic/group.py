@@ -24,12 +24,12 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError, ShoalError
-from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, BarrierOptions, BroadcastOptions, ReduceScatterOptions, Store
 
 from shoal_worker.backends.base import CommunicationBackend, Traffic
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.waiting import Waiting
 from shoal_worker.store.redis_store import RedisStore
+from shoal_worker.torch_internals import AllgatherOptions, AllToAllOptions, BarrierOptions, BroadcastOptions, ReduceScatterOptions, Store
 
 _Sum = TypeVar("_Sum")
 _FAILURES = (RuntimeError, ValueError)

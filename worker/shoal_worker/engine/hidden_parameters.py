@@ -22,13 +22,14 @@ import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
 from torch import nn
 from torch.overrides import resolve_name
-from torch.utils import _pytree as pytree
+
+from shoal_worker.torch_internals import DisableTorchFunctionSubclass, pytree
 
 _ATTRIBUTE: Final = "_shoal_place"
 _GRADIENT: Final[Any] = torch.Tensor.grad
 """torch's own accessor, which subclasses below put another before."""
 
-inside = torch._C.DisableTorchFunctionSubclass
+inside = DisableTorchFunctionSubclass
 """A context for whoever knows what it finds: hidden parameters do not raise."""
 
 

@@ -20,11 +20,11 @@ from shoal_common.errors import ConfigurationError, MembershipChanged
 from shoal_common.failpoints import failpoint
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.strategy_interface import StrategySession
 from shoal_worker.engine.failed_collectives import LosingStep
+from shoal_worker.torch_internals import _BatchNorm
 
 
 def synchronize_norms(module: nn.Module, session: StrategySession, *, sums: bool) -> None:

@@ -15,7 +15,6 @@ from shoal_common.errors import ConfigurationError, PreconditionError
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from shoal_worker.elastic.step import Step
 from shoal_worker.engine.base import Setup
@@ -30,6 +29,7 @@ from shoal_worker.pipelining.micro_batches import cut_batch
 from shoal_worker.sharding.execution import when_gradients_come
 from shoal_worker.tensor_parallel.context import DropoutRandomness
 from shoal_worker.tensor_parallel.region import loss_parallel
+from shoal_worker.torch_internals import pytree
 
 
 class MeshPasses(PartitionedEngine[ModelParts, Closing]):

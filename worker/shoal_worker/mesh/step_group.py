@@ -15,16 +15,16 @@ from typing import Any, ClassVar, Final
 import torch
 import torch.distributed as dist
 from shoal_common.errors import MembershipChanged
-from torch._C._distributed_c10d import (
-    Work,
-    _register_process_group,
-    _unregister_process_group,
-)
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 from shoal_worker.backends.python_group import ForwardingGroup
 from shoal_worker.elastic.group import Group
+from shoal_worker.torch_internals import (
+    Work,
+    _register_process_group,
+    _unregister_process_group,
+    pytree,
+)
 
 _NUMBERS: Final = itertools.count(1)
 

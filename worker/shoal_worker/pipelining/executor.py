@@ -23,13 +23,13 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from shoal_common.errors import ConfigurationError
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from shoal_worker.pipelining.links import Incoming, Links
 from shoal_worker.pipelining.micro_batches import Border, MicroBatch, keep_gradients_from
 from shoal_worker.pipelining.partial import PartialModel
 from shoal_worker.pipelining.schedule import Kind, Schedule
 from shoal_worker.randomness import seed_generators
+from shoal_worker.torch_internals import stage_backward_input, stage_backward_weight
 
 _HEADER_BYTES: Final = 1024
 

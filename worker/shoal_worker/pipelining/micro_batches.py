@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import xxhash
 from shoal_common.errors import ConfigurationError
-from torch.utils import _pytree as pytree
+
+from shoal_worker.torch_internals import pytree
 
 # --------------------------------------------------------------------------------------------- what goes into a stage and comes out of it
 #

@@ -28,6 +28,7 @@ from torch import nn
 
 from shoal_worker.pipelining.micro_batches import Border, Call, tensors_in
 from shoal_worker.pipelining.split import Form, Split, named_tensors
+from shoal_worker.torch_internals import DisableTorchFunctionSubclass
 
 # --------------------------------------------------------------------------------------------------------------------------- placeholders
 #
@@ -95,7 +96,7 @@ class Placeholder(torch.Tensor):
                 "its inputs alone, or give the model a method pipeline_blocks()"
             )
         if func in _FRESH:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]  # torch's is untyped
 
@@ -119,14 +120,14 @@ class Absent(torch.Tensor):
 
 def absent_like(tensor: torch.Tensor) -> torch.Tensor:
     """An Absent in the place of a parameter or buffer."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").as_subclass(Absent)  # not like a DTensor
     return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def placeholder_like(value: torch.Tensor, device: torch.device) -> Placeholder:
     """A placeholder of the shape and dtype of `value`, which may be on `meta`."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return torch.zeros(value.shape, dtype=value.dtype, device=device).as_subclass(Placeholder)
 
 
@@ -391,7 +392,7 @@ class _LayeredPart(PartialModel):
                     "before the layers before them, and what runs after them after them"
                 )
             try:
-                with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                with torch.no_grad(), DisableTorchFunctionSubclass():
                     kind = (module.training, _kind(args), _kind(kwargs))
                     if kind != known[0]:
                         known = (kind, original(*_mapped(args, _shape_of), **_mapped(kwargs, _shape_of)))

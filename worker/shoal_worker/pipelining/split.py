@@ -22,7 +22,8 @@ from typing import Final, Protocol, runtime_checkable
 import torch
 from shoal_common.errors import ConfigurationError
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+
+from shoal_worker.torch_internals import _NormBase
 
 _REMEDY: Final = (
     "make it an nn.Sequential, keep its repeated layers in one nn.ModuleList, or give it a method pipeline_blocks() that returns the "
@@ -331,7 +332,7 @@ def _shared(placement: Mapping[str, tuple[int, ...]], named: Mapping[str, torch.
     statistics = {
         f"{prefix}.{name}" if prefix else name
         for prefix, part in module.named_modules()
-        if isinstance(part, nn.modules.batchnorm._NormBase)
+        if isinstance(part, _NormBase)
         for name in part._buffers
     }
     for aliases in names.values():

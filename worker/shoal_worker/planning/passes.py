@@ -16,8 +16,6 @@ from typing import Any, Final
 import torch
 from shoal_common.errors import ConfigurationError
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torch.utils.hooks import RemovableHandle
 
@@ -25,6 +23,7 @@ from shoal_worker.engine.parameter_groups import own_forward
 from shoal_worker.engine.passes import Loss, call_module, loss_of
 from shoal_worker.pipelining.micro_batches import Call, tensors_in
 from shoal_worker.tensor_parallel.plan import Style, TensorParallelPlan
+from shoal_worker.torch_internals import FakeTensorMode, pytree
 
 
 def _as(known: Any) -> Callable[..., Any]:

@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal_worker.engine.compressed import GradientCompression, check_floating, memory_order
 from shoal_worker.replicated.buckets import Bucket, Flight, Slot, lay_out
+from shoal_worker.torch_internals import after_backward, in_backward
 
 if TYPE_CHECKING:
     from shoal_worker.config import ShardingConfiguration
@@ -81,7 +82,7 @@ class OverlappedReduction:
     def prepare(self) -> None:
         """Before a forward pass: parameters may have been frozen, unfrozen or moved since the last, and torch forgets the hooks of one that
         was given another dtype. What is in `.grad` is the place in its bucket, and may have been moved with it."""
-        if torch._C._current_graph_task_id() < 0:  # else it is run again for a checkpoint, in the middle of a backward pass
+        if not in_backward():  # else it is run again for a checkpoint, in the middle of a backward pass
             self._refuse_half_a_pass()
         self._end_awaited = False
         if [p.requires_grad for p in self._parameters] != self._trained or [t.data_ptr() for t in self._places] != self._addresses:
@@ -187,7 +188,7 @@ class OverlappedReduction:
     def _await_end(self) -> None:
         if not self._end_awaited:
             self._end_awaited = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._pass_ended)
+            after_backward(self._pass_ended)
 
     def _pass_ended(self) -> None:
         self._end_awaited = False

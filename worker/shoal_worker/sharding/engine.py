@@ -22,7 +22,6 @@ import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
 from shoal_common.failpoints import failpoint
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.elastic.generation import Topology
@@ -47,6 +46,7 @@ from shoal_worker.sharding.sharded_state import ShardedState
 from shoal_worker.sharding.unit import Stage, Unit, home_of
 from shoal_worker.state.fits import takes_whole_tensors
 from shoal_worker.state.tree import StatePart
+from shoal_worker.torch_internals import pytree
 
 _WIDE: Final = torch.empty(0, dtype=torch.float64)
 """What the closing is summed in, and where."""

@@ -26,13 +26,13 @@ import torch
 from shoal_common.errors import MembershipChanged, PreconditionError
 from torch import nn
 from torch.autograd import Variable
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from shoal_worker.elastic.group import Group
 from shoal_worker.engine.hidden_parameters import Whereabouts
 from shoal_worker.sharding.collectives import Collectives, IssuedCollectives
 from shoal_worker.sharding.unit import Reducing, Stage, Unit
+from shoal_worker.torch_internals import pytree
 
 # ---------------------------------------------------------------------------------------------------------------------------------- hooks
 #

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeGuard
 
 import torch
-from torch.utils import _pytree as pytree
 
 from shoal_worker.engine.holders import Claim, ShardHolders, newest_complete
 from shoal_worker.engine.state_in_parts import is_element
@@ -23,6 +22,7 @@ from shoal_worker.sharding.layout import Division, message, place, runs, sizes
 from shoal_worker.sharding.unit import Holding, Unit
 from shoal_worker.state.serial import dump_tensors, load_tensors
 from shoal_worker.state.tree import flatten, unflatten
+from shoal_worker.torch_internals import pytree
 
 ELEMENTS: Final = "elements of"
 """Key of the names of a parameter's element states, among its scalars."""

@@ -16,7 +16,8 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from shoal_common.errors import ConfigurationError
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
+
+from shoal_worker.torch_internals import pytree
 
 # -------------------------------------------------------------------------------------------------------------------------- linear layers
 #

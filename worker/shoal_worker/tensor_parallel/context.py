@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from shoal_worker.torch_internals import compute_local_shape_and_global_offset
 
 
 class DropoutRandomness(StrEnum):

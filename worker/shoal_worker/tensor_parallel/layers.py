@@ -22,13 +22,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
-from torch.utils import _pytree as pytree
 
 from shoal_worker.tensor_parallel.blocks import is_convolution, linear_like, own_parameters
 from shoal_worker.tensor_parallel.context import DropoutRandomness, ParallelContext, grad_partial, local_offset, split_dimension, whole
 from shoal_worker.tensor_parallel.multihead import MultiheadForward
 from shoal_worker.tensor_parallel.plan import Distributor, PlanEntry, Share, Style, TensorParallelPlan
 from shoal_worker.tensor_parallel.region import region
+from shoal_worker.torch_internals import pytree
 
 _Forward = TypeVar("_Forward", bound=Callable[..., Any])
 uncompiled: Callable[[_Forward], _Forward] = torch.compiler.disable

@@ -23,12 +23,12 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from shoal_common.errors import ConfigurationError
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.overrides import TorchFunctionMode
 
 from shoal_worker.tensor_parallel.attention import dropout, scaled_dot_product_attention
 from shoal_worker.tensor_parallel.context import DropoutRandomness, ParallelContext, holds_dtensor, placement_of, plain, split_dimension
 from shoal_worker.tensor_parallel.loss import vocabulary_parallel_cross_entropy
+from shoal_worker.torch_internals import _StridedShard
 
 
 class Region(Protocol):

@@ -22,7 +22,6 @@ from typing import Any, ClassVar, Final
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _DistributedBackendOptions
 from torch.distributed.distributed_c10d import GroupName, Store
 
 from shoal_worker.backends.base import CommunicationBackend, Traffic
@@ -30,6 +29,7 @@ from shoal_worker.backends.gloo.forming import FormingGroup, connect_gloo
 from shoal_worker.backends.gloo.interruptible import InterruptibleGroup
 from shoal_worker.backends.gloo.sockets import address_for
 from shoal_worker.store.redis_store import RedisStore
+from shoal_worker.torch_internals import _DistributedBackendOptions
 
 NAME: Final = "shoal_gloo"
 

@@ -24,7 +24,6 @@ from typing import Any, ClassVar, Final, TypeVar
 import torch
 import torch.distributed as dist
 from shoal_common.errors import ShoalError
-from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, ReduceScatterOptions, Work
 
 from shoal_worker.backends import native_threads
 from shoal_worker.backends.base import GroupEndedError, Traffic, Waits, cause_of
@@ -33,6 +32,7 @@ from shoal_worker.backends.gloo.forming import GlooGroup
 from shoal_worker.backends.gloo.works import AllOf, InterruptibleWork, Transfer, Waiter, end_works
 from shoal_worker.backends.python_group import ForwardingGroup
 from shoal_worker.scratch import ScratchMemory
+from shoal_worker.torch_internals import AllgatherOptions, BroadcastOptions, ReduceScatterOptions, Work
 
 # -------------------------------------------------------------------------------------------------------------------- memory that is kept
 #

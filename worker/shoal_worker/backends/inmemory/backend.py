@@ -13,13 +13,13 @@ from typing import Any, ClassVar, Final
 import torch
 import torch.distributed as dist
 from shoal_common.errors import InvalidRequestError
-from torch._C._distributed_c10d import Work, _DistributedBackendOptions
 from torch.distributed.distributed_c10d import Store
 
 from shoal_worker.backends.base import CommunicationBackend, GroupEndedError
 from shoal_worker.backends.collective import Collective, check_op
 from shoal_worker.backends.inmemory.room import Meeting, Reception, Room, room_for
 from shoal_worker.backends.python_group import PythonGroup
+from shoal_worker.torch_internals import Work, _DistributedBackendOptions
 
 # ---------------------------------------------------------------------------------------------------------------------- the process group
 #

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, DeadlineError
-from torch._C._distributed_c10d import HashStore, Store, _DistributedBackendOptions
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from shoal_worker.backends.base import DEFAULT_CONNECT_TIMEOUT, DEFAULT_TIMEOUT, CommunicationBackend, GroupEndedError
 from shoal_worker.backends.worlds import Seat
+from shoal_worker.torch_internals import HashStore, Store, _DistributedBackendOptions
 
 if TYPE_CHECKING:
     from shoal_worker.backends.mpi.group import MPIGroup

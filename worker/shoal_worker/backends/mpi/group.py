@@ -20,12 +20,12 @@ from typing import Any, ClassVar, Final
 import torch
 from mpi4py import MPI
 from shoal_common.errors import InvalidRequestError
-from torch._C._distributed_c10d import Work
 
 from shoal_worker.backends.base import GroupEndedError
 from shoal_worker.backends.collective import Collective, Kind, check_op, op_name, premultiplier, reduce_parts
 from shoal_worker.backends.mpi.works import MPIWork
 from shoal_worker.backends.python_group import PythonGroup
+from shoal_worker.torch_internals import Work
 
 # -------------------------------------------------------------------------------------------------------------------------------- buffers
 #

@@ -18,13 +18,13 @@ from typing import Any, ClassVar, Final
 import torch
 import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, DeadlineError, ShoalError
-from torch._C._distributed_c10d import Work
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shoal_worker.backends import native_threads
 from shoal_worker.backends.base import CommunicationBackend, GroupEndedError, Waits, cause_of
 from shoal_worker.backends.python_group import ForwardingGroup
 from shoal_worker.settings import set_nccl_defaults
+from shoal_worker.torch_internals import Work
 
 # ------------------------------------------------------------------------------------------------------------------------ the process group
 #

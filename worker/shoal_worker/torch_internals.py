@@ -1,0 +1,90 @@
+"""All names that Shoal's worker takes from modules of torch that are not public, in one place.
+
+torch may rename or drop them in any release. So this module is imported first by whoever needs one, and a torch without them is told by its
+version at once, not by an AttributeError in the middle of a step. `make test-torch VERSION=2.12.1` runs the tests with another torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+EXPECTED: Final = "2.11 to 2.13"
+"""The versions of torch that have been tried."""
+
+try:
+    from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
+    from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # the stub lacks _set_thread_isolation_mode
+        AllgatherOptions,
+        AllreduceOptions,
+        AllToAllOptions,
+        BarrierOptions,
+        BroadcastOptions,
+        HashStore,
+        PrefixStore,
+        ReduceScatterOptions,
+        ScatterOptions,
+        Store,
+        TCPStore,
+        Work,
+        _DistributedBackendOptions,
+        _register_process_group,
+        _set_thread_isolation_mode,
+        _unregister_process_group,
+    )
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from torch.distributed.tensor.placement_types import _StridedShard
+    from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+    from torch.utils import _pytree as pytree
+
+    _ = c10d._world  # all process groups of this process
+    _queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+except (ImportError, AttributeError) as error:
+    raise ImportError(f"Shoal's worker needs a torch of versions {EXPECTED}; torch {torch.__version__} is installed: {error}") from error
+
+__all__ = [
+    "EXPECTED",
+    "AllToAllOptions",
+    "AllgatherOptions",
+    "AllreduceOptions",
+    "BarrierOptions",
+    "BroadcastOptions",
+    "DisableTorchFunctionSubclass",
+    "FakeTensorMode",
+    "HashStore",
+    "PrefixStore",
+    "ReduceScatterOptions",
+    "ScatterOptions",
+    "Store",
+    "TCPStore",
+    "Work",
+    "_BatchNorm",
+    "_DistributedBackendOptions",
+    "_NormBase",
+    "_StridedShard",
+    "_register_process_group",
+    "_set_thread_isolation_mode",
+    "_unregister_process_group",
+    "after_backward",
+    "c10d",
+    "compute_local_shape_and_global_offset",
+    "in_backward",
+    "pytree",
+    "stage_backward_input",
+    "stage_backward_weight",
+]
+
+
+def in_backward() -> bool:
+    """This thread is in the middle of a backward pass: of a checkpointed block, a forward pass may run again within it."""
+    return _current_graph_task_id() >= 0
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Calls `callback` once, on this thread, when the backward pass that it is in the middle of has ended."""
+    _queue_callback(callback)

@@ -43,6 +43,12 @@ test-slow: .venv/installed ## Run the tests that take long beside what they add 
 test-compose: .venv/installed ## Build the images and take compose.yaml's cluster through faults in podman, twice (about 10 minutes), where podman runs
 	$(BIN)/python -m pytest tests/compose $(PYTEST_ARGS)
 
+.PHONY: test-torch
+test-torch: ## Run the tests with another torch: make test-torch VERSION=2.12.1 (an environment of its own, some gigabytes)
+	@test -n "$(VERSION)" || { echo "VERSION is not given; expected one of torch's, as in make test-torch VERSION=2.12.1"; exit 1; }
+	@$(MAKE) --no-print-directory .venv-torch-$(VERSION)/installed
+	.venv-torch-$(VERSION)/bin/python -m pytest $(IN_THREE) --dist=loadfile $(PYTEST_ARGS)
+
 .PHONY: parity
 parity: .venv/installed ## Run what make test leaves out of the parity matrix and of other large products of cases; write docs/parity.md
 	$(BIN)/python -m pytest $(IN_TWO) --dist=worksteal -m matrix $(PYTEST_ARGS)
@@ -155,6 +161,15 @@ verify-images: .venv/installed
 		-e protos -e common -e coordinator -e ps_server -e 'worker[mpi]' -e 'sdk[demo,mlflow,ray,tensorboard,transformers]'
 	@touch $@
 
+# Third-party packages at the versions of constraints.txt, but for torch and setuptools, of which older torches need an older one.
+.venv-torch-%/installed: constraints.txt dev-requirements.txt $(DISTRIBUTIONS:%=%/pyproject.toml)
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: none found as python3.11 or python3; name one with PYTHON=..."; exit 1; }
+	@echo "Installing into .venv-torch-$* (some minutes, once)"
+	$(PYTHON) -m venv .venv-torch-$*
+	.venv-torch-$*/bin/pip install --quiet -c <(grep -vE '^(torch|setuptools)==' constraints.txt) torch==$* -r dev-requirements.txt \
+		-e protos -e common -e coordinator -e ps_server -e 'worker[mpi]' -e 'sdk[demo,mlflow,ray,tensorboard,transformers]'
+	@touch $@
+
 .venv-docs/installed: docs-requirements.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: none found as python3.11 or python3; name one with PYTHON=..."; exit 1; }
 	@echo "Installing what the documentation's site is built with into .venv-docs"
@@ -177,5 +192,5 @@ secrets: ## Make the tokens and passwords that compose.yaml mounts (docker/secre
 
 .PHONY: clean
 clean: ## Remove the environments, caches and outputs
-	rm -rf .venv .venv-docs .venv-peers out dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-docs .venv-peers .venv-torch-* out dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -6,6 +6,9 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
+# Tests and commands start hundreds of processes: where this is set in the environment, each of them would compile all of Shoal anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 PYTHON ?= $(firstword $(foreach name,python3.11 python3,$(shell $(name) -c 'import sys; print("$(name)" if sys.version_info >= (3, 11) else "")' 2>/dev/null)))
 PYTEST_ARGS ?=
 DIST ?= dist
@@ -37,10 +40,10 @@ test: .venv/installed ## Run the tests (about 10 minutes on 2 cores); PYTEST_ARG
 
 .PHONY: test-slow
 test-slow: .venv/installed ## Run the tests that take long beside what they add to make test (about 10 minutes, 2 of them where SLURM is installed, 2 on Ray)
-	$(BIN)/python -m pytest $(IN_THREE) --dist=worksteal -m 'slow and not matrix' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(IN_TWO) --dist=worksteal -m 'slow and not matrix' $(PYTEST_ARGS)
 
 .PHONY: test-compose
-test-compose: .venv/installed ## Build the images and take compose.yaml's cluster through faults in podman, twice (about 10 minutes), where podman runs
+test-compose: .venv/installed ## Build the images and take compose.yaml's cluster through faults in podman (about 10 minutes), where podman runs
 	$(BIN)/python -m pytest tests/compose $(PYTEST_ARGS)
 
 .PHONY: test-torch

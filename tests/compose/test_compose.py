@@ -119,10 +119,7 @@ class Walk:
         assert self.cluster.status()["ending"] == "completed"
 
 
-@pytest.mark.parametrize("time", ["first", "again"])
-def test_a_cluster_of_containers_trains_exactly_once_whatever_is_killed_and_comes_up_again_from_nothing(
-    cluster: Cluster, time: str
-) -> None:
+def test_a_cluster_of_containers_trains_exactly_once_whatever_is_killed(cluster: Cluster) -> None:
     walk = Walk(cluster)
     cluster.begin("train", "ddp.py")
     cluster.up(workers=4)
@@ -161,4 +158,17 @@ def test_a_cluster_of_containers_trains_exactly_once_whatever_is_killed_and_come
     cluster.up(workers=3)
     walk.trains_on(3)
     walk.finish(workers=3)
+    assert cluster.stop() == {"redis": 0, "coordinator": 0, "prometheus": 0, **dict.fromkeys(SERVERS, 0)}
+
+
+def test_it_comes_up_again_from_nothing(cluster: Cluster) -> None:
+    walk = Walk(cluster)
+    cluster.begin("train", "ddp.py")
+    cluster.up(workers=4)
+    walk.trains_on(4)
+    cluster.kill("shoal_worker_2")
+    walk.trains_on(3)
+    cluster.up(workers=4)
+    walk.trains_on(4)
+    walk.finish(workers=4)
     assert cluster.stop() == {"redis": 0, "coordinator": 0, "prometheus": 0, **dict.fromkeys(SERVERS, 0)}

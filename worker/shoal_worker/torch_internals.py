@@ -7,13 +7,18 @@ version at once, not by an AttributeError in the middle of a step. `make test-to
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch.distributed import distributed_c10d as c10d
 
 EXPECTED: Final = "2.11 to 2.13"
 """The versions of torch that have been tried."""
+
+
+def _unexpected(error: Exception) -> ImportError:
+    return ImportError(f"Shoal's worker needs a torch of versions {EXPECTED}; torch {torch.__version__} is installed: {error}")
+
 
 try:
     from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
@@ -36,7 +41,6 @@ try:
         _unregister_process_group,
     )
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
     from torch.distributed.tensor.placement_types import _StridedShard
     from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
@@ -45,7 +49,7 @@ try:
     _ = c10d._world  # all process groups of this process
     _queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 except (ImportError, AttributeError) as error:
-    raise ImportError(f"Shoal's worker needs a torch of versions {EXPECTED}; torch {torch.__version__} is installed: {error}") from error
+    raise _unexpected(error) from error
 
 __all__ = [
     "EXPECTED",
@@ -75,8 +79,7 @@ __all__ = [
     "compute_local_shape_and_global_offset",
     "in_backward",
     "pytree",
-    "stage_backward_input",
-    "stage_backward_weight",
+    "stage_backwards",
 ]
 
 
@@ -88,3 +91,15 @@ def in_backward() -> bool:
 def after_backward(callback: Callable[[], None]) -> None:
     """Calls `callback` once, on this thread, when the backward pass that it is in the middle of has ended."""
     _queue_callback(callback)
+
+
+def stage_backwards() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """torch.distributed.pipelining's `stage_backward_input` and `stage_backward_weight`.
+
+    They are imported when a pipeline asks for them: with them come torch.export and the compiler, which take most of a second.
+    """
+    try:
+        from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+    except ImportError as error:
+        raise _unexpected(error) from error
+    return stage_backward_input, stage_backward_weight

@@ -14,6 +14,7 @@ from typing import Any
 
 import shoal
 import torch
+from shoal_worker.asynchronous import step_tables
 from torch import nn
 
 from tests.zygote.children import eventually
@@ -64,6 +65,8 @@ def main() -> None:
     directory = Path(config["directory"])
     if "machine" in config:  # a directory that stands for a machine's own disk
         os.chdir(config["machine"])
+    if "patience_s" in config:  # so that only what never comes is taken over by others, however busy the machine is
+        step_tables._PATIENCE_S = config["patience_s"]  # type: ignore[misc]
     micro = config.get("micro", True)
     shoal.init()
     net = Recommender(**config.get("users", {}))

@@ -23,7 +23,7 @@ def test_a_batch_with_gradients_that_are_not_finite_is_left_out_as_the_error_say
 
 def test_a_rank_that_is_drained_pushes_its_rows_and_holds_nobody_up(cluster: Make) -> None:
     running = cluster(together=2)
-    workers = [start(running, delay_s=0.05), start(running, delay_s=0.05)]
+    workers = [start(running, delay_s=0.05, patience_s=40.0) for _ in range(2)]
     workers[0].wait_step(8)
     leaving = next(each.member_id for each in running.job().members if each.member_id.startswith("member-1"))
     running.client.drain_member(running.job_id, member_id=leaving, reason="test")

@@ -29,7 +29,9 @@ from shoal_worker.pipelining.micro_batches import Border, MicroBatch, keep_gradi
 from shoal_worker.pipelining.partial import PartialModel
 from shoal_worker.pipelining.schedule import Kind, Schedule
 from shoal_worker.randomness import seed_generators
-from shoal_worker.torch_internals import stage_backward_input, stage_backward_weight
+from shoal_worker.torch_internals import stage_backwards
+
+stage_backward_input, stage_backward_weight = stage_backwards()
 
 _HEADER_BYTES: Final = 1024
 

@@ -12,7 +12,9 @@ from tests.simulation.scenario import LOOPS, STRATEGIES, Scenario
 from tests.simulation.seeds import scenario_of
 
 _FIRST, _SEEDS = 200, 8
-_SLOW_SEEDS = 168
+_SLOW_SEEDS, _MATRIX_SEEDS = 40, 128
+_SLOW = _FIRST + _SEEDS
+_MATRIX = _SLOW + _SLOW_SEEDS
 _AT_ONCE = 8
 _TEARS = 8
 
@@ -21,7 +23,8 @@ _TEARS = 8
     "first",
     [
         *range(_FIRST, _FIRST + _SEEDS, _AT_ONCE),
-        *(pytest.param(first, marks=pytest.mark.slow) for first in range(_FIRST + _SEEDS, _FIRST + _SEEDS + _SLOW_SEEDS, _AT_ONCE)),
+        *(pytest.param(first, marks=pytest.mark.slow) for first in range(_SLOW, _MATRIX, _AT_ONCE)),
+        *(pytest.param(first, marks=pytest.mark.matrix) for first in range(_MATRIX, _MATRIX + _MATRIX_SEEDS, _AT_ONCE)),
     ],
 )
 def test_numbered_schedules_end_as_the_run_without_faults(first: int) -> None:

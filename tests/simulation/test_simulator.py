@@ -58,7 +58,7 @@ def test_a_scenario_is_read_from_its_own_text() -> None:
         ),
     )
     assert parse(f"# A comment\n{scenario}\n") == scenario
-    assert all(parse(str(scenario_of(seed))) == scenario_of(seed) for seed in range(20))
+    assert all(parse(str(scenario_of(seed))) == scenario_of(seed) for seed in range(4))
 
 
 @pytest.mark.parametrize("text", ["ddp", "ddp, loop flat, 3 ranks, schedule 0\nb sings"])

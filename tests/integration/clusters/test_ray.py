@@ -165,6 +165,7 @@ def test_the_pages_script_prints_what_the_function_returned_by_rank(cluster: Ray
     cluster.wait_until_free()
 
 
+@pytest.mark.matrix
 def test_a_script_ends_with_its_own_status(drive: Any) -> None:
     driver = drive("""
         pathlib.Path("script.py").write_text("import os, shoal, sys; shoal.init(); sys.exit(int(sys.argv[1]) * (shoal.rank() == 1))")
@@ -226,6 +227,7 @@ def test_ctrl_c_lets_the_workers_save_and_leaves_nothing_behind(drive: Any) -> N
     read_checkpoint(found)
 
 
+@pytest.mark.matrix
 def test_parameter_servers_have_places_of_their_own(drive: Any) -> None:
     driver = drive("""
         def train():
@@ -248,6 +250,7 @@ def test_parameter_servers_have_places_of_their_own(drive: Any) -> None:
     assert "SHOAL_PS_SERVER_TOKEN" not in variables
 
 
+@pytest.mark.matrix
 def test_a_coordinator_that_runs_already_is_shown_the_drivers_token(cluster: RayCluster, drive: Any, tmp_path: Path) -> None:
     token = secrets.token_hex(8)
     (tmp_path / "tokens").write_text(f"worker: {token}\n")

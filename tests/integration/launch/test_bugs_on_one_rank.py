@@ -51,8 +51,7 @@ def check_told(command: Command, *, rank: int, error: str) -> None:
     assert error in told
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("runs", [1, 3])
+@pytest.mark.parametrize("runs", [pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.matrix)])
 def test_a_bug_on_one_rank_under_zero3_is_not_green_though_the_other_may_finish_alone(shell: Shell, runs: int) -> None:
     """Which of the two ends first, and whether the other has heard of it by then, differs from run to run."""
     bug = f"if shoal.rank() == 1 and loader.global_step == 5: raise ValueError('a bug on one rank')\n            {PLAIN}"

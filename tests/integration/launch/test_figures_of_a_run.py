@@ -15,6 +15,8 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 Shell = Any  # of tests/integration/conftest.py
 
 SCRIPT = """
@@ -76,6 +78,7 @@ def test_a_plot_that_cannot_be_drawn_is_refused_before_the_run(shell: Shell, tmp
         assert wrong in err
 
 
+@pytest.mark.slow
 def test_figures_are_told_after_a_failure_too(shell: Shell) -> None:
     script = shell.script(SCRIPT + "\nraise ValueError('at the end')\n")
     status, _, err = shell.run("run", "--standalone", script, "2")
@@ -102,6 +105,7 @@ for _ in loader.epochs(2):
 """
 
 
+@pytest.mark.matrix
 def test_of_a_stream_nobody_knows_how_many_steps_are_left(shell: Shell) -> None:
     status, _, err = shell.run("run", "--standalone", "--nproc-per-node", "2", shell.script(STREAM))
     assert status == 0, err

@@ -151,8 +151,8 @@ def test_a_preempted_run_says_so_and_names_those_who_did_not_leave_in_time(shell
     [
         pytest.param("ddp", "break", marks=pytest.mark.slow),
         pytest.param("zero1", "raise SystemExit(0)", marks=pytest.mark.slow),
-        pytest.param("ddp", "raise SystemExit(0)", marks=pytest.mark.slow),
-        pytest.param("zero1", "break", marks=pytest.mark.slow),
+        pytest.param("ddp", "raise SystemExit(0)", marks=pytest.mark.matrix),
+        pytest.param("zero1", "break", marks=pytest.mark.matrix),
     ],
 )
 def test_a_rank_that_ends_before_the_others_fails_the_run(shell: Shell, strategy: str, leave: str) -> None:

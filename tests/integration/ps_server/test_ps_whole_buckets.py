@@ -214,7 +214,7 @@ def test_a_stream_that_is_damaged_on_its_way_is_noticed(member: TableMember, mon
 
 
 @pytest.mark.parametrize(
-    "snapshot_after", [pytest.param(None, marks=pytest.mark.slow), 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 7))]
+    "snapshot_after", [2, pytest.param(5, marks=pytest.mark.slow), *(pytest.param(each, marks=pytest.mark.matrix) for each in (None, 7))]
 )
 def test_a_server_that_is_killed_has_restored_rows_and_what_was_pushed_before_and_since(
     cluster: Any, start: Make, tmp_path: Any, snapshot_after: int | None
@@ -252,7 +252,11 @@ def test_a_server_that_is_killed_has_restored_rows_and_what_was_pushed_before_an
 
 @pytest.mark.parametrize(
     "failpoint",
-    ["journal.before_write", *(pytest.param(f"journal.{point}", marks=pytest.mark.slow) for point in ("durable", "effect_made"))],
+    [
+        "journal.before_write",
+        pytest.param("journal.durable", marks=pytest.mark.slow),
+        pytest.param("journal.effect_made", marks=pytest.mark.matrix),
+    ],
 )
 def test_a_server_killed_in_a_restoration_has_all_of_it_or_nothing(cluster: Any, start: Make, tmp_path: Any, failpoint: str) -> None:
     declare(cluster)

@@ -16,7 +16,8 @@ QUICK = ("llama", "bert", "vit")
 
 
 def _each(families):
-    return [family if family in QUICK else pytest.param(family, marks=pytest.mark.slow) for family in families]
+    long = {family: pytest.mark.slow if family in ("gpt2", "t5") else pytest.mark.matrix for family in families}
+    return [family if family in QUICK else pytest.param(family, marks=long[family]) for family in families]
 
 
 def _train(family, model, optimizer):
@@ -107,7 +108,9 @@ def test_tokens_are_not_chosen_from_split_logits():
     shoal.launch(rank, world_size=2)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero1", marks=pytest.mark.slow), pytest.param("zero2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", pytest.param("zero1", marks=pytest.mark.slow), pytest.param("zero2", marks=pytest.mark.matrix)]
+)
 def test_where_each_rank_has_all_values_each_generates_what_it_likes(strategy):
     expected = [build("llama").eval().generate(**_prompt("llama") | {"max_new_tokens": NEW + rank}) for rank in range(2)]
 
@@ -122,7 +125,7 @@ def test_where_each_rank_has_all_values_each_generates_what_it_likes(strategy):
         assert torch.equal(words, wanted)
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "pipeline", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["zero3", "pipeline", pytest.param("fsdp", marks=pytest.mark.matrix)])
 def test_where_values_come_together_for_a_pass_generate_is_refused_with_the_way_that_works(strategy):
     expected = build("llama").eval().generate(**_prompt("llama"))
 

@@ -82,8 +82,7 @@ def test_counts_and_ages_by_which_rows_go_are_in_the_checkpoint(elsewhere: Make,
     assert resumed["digest"] == through["digest"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("buckets", [1, 6, 7])
+@pytest.mark.parametrize("buckets", [pytest.param(1, marks=pytest.mark.slow), *(pytest.param(n, marks=pytest.mark.matrix) for n in (6, 7))])
 def test_a_table_may_have_another_number_of_buckets(elsewhere: Make, fault_free: dict[str, Any], tmp_path: Path, buckets: int) -> None:
     saved = str(tmp_path / "saved")
     start(elsewhere(servers=1), epochs=2, save=saved).result()
@@ -120,8 +119,7 @@ def test_a_rank_that_dies_while_rows_are_saved_costs_none(cluster: Make, fault_f
     assert not list(saved.glob(".step-*"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("hit", [1, 2])
+@pytest.mark.parametrize("hit", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.matrix)])
 def test_a_rank_that_dies_while_rows_are_put_in_place_costs_none(
     elsewhere: Make, fault_free: dict[str, Any], tmp_path: Path, hit: int
 ) -> None:

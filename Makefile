@@ -152,7 +152,7 @@ verify-deployment: .venv/installed
 
 .PHONY: verify-images
 verify-images: .venv/installed
-	$(BIN)/python -m pytest -m images $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m images tests/integration/deployment tests/integration/pages $(PYTEST_ARGS)
 
 # ------------------------------------------------------------------------------------------------------------------------ environments
 

@@ -105,6 +105,6 @@ def test_a_trainer_without_more_arguments_trains_and_saves_nothing(tmp_path: Pat
 
 
 def test_validate_is_refused(tmp_path: Path) -> None:
-    trainer = fit(tmp_path)
+    trainer = fit(tmp_path, module={"validation_step": lambda module, batch, batch_idx: None})
     with pytest.raises(ConfigurationError, match=r"Trainer.validate\(\): ShoalStrategy does not do that"):
         trainer.validate(type(trainer.lightning_module)(), DataLoader(DATA))

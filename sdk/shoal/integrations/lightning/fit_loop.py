@@ -114,17 +114,16 @@ class ElasticFit(_FitLoop):
         self._strategy.note_who_writes()
         self.on_run_start()
         for epoch in itertools.chain([] if first is None else [first], remaining):
-            if self._is_enough:
+            if self._is_enough():
                 break
             self._train_epoch(epoch)
-            if self._is_enough:
+            if self._is_enough():
                 break
-        finished = self._is_enough or 0 <= max_epochs <= loader.epoch
+        finished = self._is_enough() or 0 <= max_epochs <= loader.epoch
         if not finished and self._checkpoints is not None:
             self._checkpoints.save()  # all were asked to leave
         self.on_run_end()
 
-    @property
     def _is_enough(self) -> bool:
         steps = self.epoch_loop.max_steps
         return 0 <= steps <= self.loader.global_step or bool(self.trainer.should_stop and self._can_stop_early)
@@ -150,11 +149,11 @@ class ElasticFit(_FitLoop):
             if committed:
                 over = step.number + 1 >= self.max_batches
                 self._step_is_over(step.number, told)
-                if self._is_enough:
+                if self._is_enough():
                     break
                 if self._checkpoints is not None and not over:
                     self._checkpoints.step_is_over()
-        if session.is_joining or session.is_redoing or (loader.epoch <= epoch and not over and not self._is_enough):
+        if session.is_joining or session.is_redoing or (loader.epoch <= epoch and not over and not self._is_enough()):
             return  # some of the epoch comes again, or the job was stopped within it
         self._epoch_is_over(epoch)
 
@@ -201,7 +200,7 @@ class ElasticFit(_FitLoop):
             results.release()
             return False, (None, None)
         mean_loss = step.mean_loss if step is not None else None
-        self._gathered.log(session, results, own_loss=losses, mean_loss=mean_loss, ranks=ranks)
+        self._gathered.log(session, results, step, own_loss=losses, ranks=ranks)
         loss = torch.tensor(math.nan if mean_loss is None else mean_loss)
         return True, ({"loss": loss, **outputs} if losses else None, batch)
 

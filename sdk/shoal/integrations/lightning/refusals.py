@@ -155,10 +155,14 @@ def _check_module(module: pl.LightningModule) -> None:
             raise _refuse(f"{kind}.{name}", instead)
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise _refuse(f"{kind}.training_step(dataloader_iter)", "take the batch: training_step(self, batch, batch_idx)")
+
+
+def check_metrics(module: pl.LightningModule) -> None:
+    """Raises ConfigurationError if the module, which is whole by now, counts in metrics of its own."""
     for name, one in module.named_modules():
         if isinstance(one, Metric):
             raise _refuse(
-                f"{kind}.{name}, a torchmetrics {type(one).__name__}",
+                f"{type(module).__name__}.{name}, a torchmetrics {type(one).__name__}",
                 "it would count this worker's samples alone: log a mean over the batch, by torchmetrics.functional say, which is averaged "
                 "over all ranks; or evaluate in a loop of your own (docs/guides/metrics.md)",
             )

@@ -16,6 +16,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from shoal_common.errors import ConfigurationError
 from shoal_worker.elastic import collectives
 from shoal_worker.elastic.session import Session
+from shoal_worker.elastic.step import Step
 
 _log: Final = logging.getLogger(__name__)
 
@@ -105,30 +106,30 @@ class Gathered:
     def __init__(self) -> None:
         self._warned = False
 
-    def log(self, session: Session, results: Results, *, own_loss: list[tuple[float, float]], mean_loss: float | None, ranks: int) -> None:
+    def log(self, session: Session, results: Results, step: Step | None, *, own_loss: list[tuple[float, float]], ranks: int) -> None:
         """A step counts: logs what it held. Every rank calls it, behind the step.
 
         Args:
             session: this process's.
             results: of the training.
+            step: with which the loss over all ranks came: exact, whoever died since.
             own_loss: the losses of this rank's batches, with what they weigh.
-            mean_loss: over all ranks, as it came with the step: exact, whoever died since.
             ranks: how many took part in the step.
         """
         own = {known: [values, values == own_loss] for known, values in results.release().items()}
         everyones: list[Mapping[str, Any]] = collectives.gather(session, own)
-        total = max(1.0, sum(weight for _, weight in own_loss))
+        mean_loss, whole = (None, None) if step is None else (step.mean_loss, step.weight_of_all)
         for known in sorted({name for one in everyones for name in one}):
             told = [one[known] for one in everyones if known in one]
             values = [pair for pairs, _ in told for pair in pairs]
             weight = sum(each for _, each in values)
             if all(is_loss for _, is_loss in told) and mean_loss is not None:
-                results.log_mean(known, mean_loss, weight)
+                results.log_mean(known, mean_loss, whole or weight)
             elif weight > 0:
-                results.log_mean(known, sum(value * each for value, each in values) / weight, weight)
-                self._warn(len(everyones) < ranks, known, total)
+                results.log_mean(known, sum(value * each for value, each in values) / weight, whole or weight)
+                self._warn(len(everyones) < ranks, known)
 
-    def _warn(self, missing: bool, known: str, total: float) -> None:
+    def _warn(self, missing: bool, known: str) -> None:
         if missing and not self._warned:
             self._warned = True
             _log.warning(

@@ -23,7 +23,7 @@ from shoal_worker.strategies.optimizer import ShardedOptimizer
 
 from shoal.integrations.lightning.checkpoints import Checkpoints
 from shoal.integrations.lightning.fit_loop import ElasticFit
-from shoal.integrations.lightning.refusals import STRATEGIES, check_trainer, use_checkpoints
+from shoal.integrations.lightning.refusals import STRATEGIES, check_metrics, check_trainer, use_checkpoints
 
 
 class ShoalStrategy(Strategy):
@@ -111,9 +111,9 @@ class ShoalStrategy(Strategy):
         """Lightning calls it, before it prepares anything: what cannot be done is refused here."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
+        check_trainer(trainer)
         if self._sharded is not None:
             raise PreconditionError("a second fit in one process: a process of a job trains once; start another job for another run")
-        check_trainer(trainer)
         self._checkpoints = use_checkpoints(trainer)
         trainer.num_sanity_val_steps = 0  # a worker that joins would hold up the others with it
         self.note_who_writes()
@@ -123,12 +123,13 @@ class ShoalStrategy(Strategy):
         """Lightning calls it, when the module is whole: puts Shoal's loop into the Trainer, and makes model and optimizer the job's."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        assert self.lightning_module is not None
+        check_metrics(self.lightning_module)
         self.model_to_device()
         trainer.fit_loop = ElasticFit(trainer, self, self._checkpoints)
         self.setup_optimizers(trainer)
         module = self.lightning_module
-        optimizers: list[Any] = self.optimizers
-        assert module is not None
+        optimizers: list[Any] = self._optimizers
         if len(optimizers) != 1 or isinstance(optimizers[0], _MockOptimizer):
             raise ConfigurationError(
                 f"{type(module).__name__}.configure_optimizers gave {'none' if len(optimizers) == 1 else len(optimizers)}: ShoalStrategy "

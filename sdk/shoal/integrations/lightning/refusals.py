@@ -55,7 +55,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
     """Raises ConfigurationError for what cannot be done so that a fault changes nothing."""
     if trainer.state.fn is not TrainerFn.FITTING:
         raise _refuse(
-            f"Trainer.{trainer.state.fn}()",
+            f"Trainer.{getattr(trainer.state.fn, 'value', 'run')!s}()",
             "validate while fitting; else load shoal.load_full_state(directory) into the module, and use a Trainer without strategy=",
         )
     _check_arguments(trainer)

@@ -11,8 +11,8 @@ import itertools
 import math
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -25,6 +25,8 @@ from shoal_common.errors import ConfigurationError
 from shoal_worker import api
 from shoal_worker.data.loader import ElasticDataLoader
 from shoal_worker.elastic.worker_process import current_session
+from shoal_worker.strategies.model import ShardedModel
+from shoal_worker.strategies.optimizer import ShardedOptimizer
 
 from shoal.integrations.lightning.checkpoints import Checkpoints
 from shoal.integrations.lightning.data import training_loader
@@ -32,8 +34,26 @@ from shoal.integrations.lightning.evaluation import ElasticValidation
 from shoal.integrations.lightning.progress import Progress
 from shoal.integrations.lightning.results import Gathered, Results
 
-if TYPE_CHECKING:
-    from shoal.integrations.lightning.strategy import ShoalStrategy
+
+class Trains(Protocol):
+    """What the loop asks of the strategy."""
+
+    seed: int
+    options: Mapping[str, Any]
+
+    @property
+    def sharded(self) -> ShardedModel:
+        """The model that trains."""
+        ...
+
+    @property
+    def optimizer(self) -> ShardedOptimizer:
+        """Its optimizer."""
+        ...
+
+    def note_who_writes(self) -> None:
+        """Tells Lightning's loggers whether this process writes."""
+        ...
 
 
 class _Counters(_TrainingEpochLoop):
@@ -60,7 +80,7 @@ class _Counters(_TrainingEpochLoop):
 class ElasticFit(_FitLoop):
     """Takes the place of Lightning's own in a Trainer, for one fit."""
 
-    def __init__(self, trainer: pl.Trainer, strategy: ShoalStrategy, checkpoints: Checkpoints | None) -> None:
+    def __init__(self, trainer: pl.Trainer, strategy: Trains, checkpoints: Checkpoints | None) -> None:
         before = trainer.fit_loop
         super().__init__(trainer, min_epochs=before.min_epochs, max_epochs=before.max_epochs)
         self.epoch_loop: _Counters = _Counters(trainer, before.epoch_loop)

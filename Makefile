@@ -161,7 +161,7 @@ verify-images: .venv/installed
 	@echo "Installing into .venv (about a minute, once)"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet -c constraints.txt -r dev-requirements.txt \
-		-e protos -e common -e coordinator -e ps_server -e 'worker[mpi]' -e 'sdk[demo,mlflow,ray,tensorboard,transformers]'
+		-e protos -e common -e coordinator -e ps_server -e 'worker[mpi]' -e 'sdk[demo,lightning,mlflow,ray,tensorboard,transformers]'
 	@touch $@
 
 # Third-party packages at the versions of constraints.txt, but for torch and setuptools, of which older torches need an older one.
@@ -170,7 +170,7 @@ verify-images: .venv/installed
 	@echo "Installing into .venv-torch-$* (some minutes, once)"
 	$(PYTHON) -m venv .venv-torch-$*
 	.venv-torch-$*/bin/pip install --quiet -c <(grep -vE '^(torch|setuptools)==' constraints.txt) torch==$* -r dev-requirements.txt \
-		-e protos -e common -e coordinator -e ps_server -e 'worker[mpi]' -e 'sdk[demo,mlflow,ray,tensorboard,transformers]'
+		-e protos -e common -e coordinator -e ps_server -e 'worker[mpi]' -e 'sdk[demo,lightning,mlflow,ray,tensorboard,transformers]'
 	@touch $@
 
 .venv-docs/installed: docs-requirements.txt

@@ -219,6 +219,11 @@ class Step:
         return self.loss if self.loss_of_all is None else self.loss_of_all
 
     @property
+    def weight_of_all(self) -> float | None:
+        """What the batches weigh whose loss the ranks told, over all ranks; None: no rank has told one, or they are not summed yet."""
+        return None if self.control is None or self.control[_WEIGHT] <= 0 else self.control[_WEIGHT]
+
+    @property
     def loss_of_all(self) -> float | None:
         """The mean loss over the whole batch; None: no rank has told its own, or the ranks' are not summed yet."""
         if self.control is None or self.control[_WEIGHT] <= 0:

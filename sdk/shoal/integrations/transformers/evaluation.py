@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,29 +13,7 @@ from shoal_worker.elastic.session import Session
 from torch import nn
 from transformers.trainer_pt_utils import EvalLoopContainer
 
-
-class _NumberedStream:
-    """Evaluation batches, each with its number; how many there are is known at their end."""
-
-    def __init__(self, batches: Any) -> None:
-        self._batches = batches
-        self.dealing = batches.dealing
-
-    @property
-    def ended(self) -> str:
-        """See `Batches`."""
-        return str(getattr(self._batches, "ended", "{}"))
-
-    def read(self, numbers: Iterable[int]) -> Iterator[tuple[int, tuple[int, Any]]]:
-        """See `Batches`."""
-        return ((number, (number, batch)) for number, batch in self._batches.read(numbers))
-
-
-class _Numbered(_NumberedStream):
-    """The same, of a known number of batches."""
-
-    def __len__(self) -> int:
-        return len(self._batches)
+from shoal.integrations.numbered import numbered
 
 
 def evaluate_on_all(
@@ -52,16 +30,15 @@ def evaluate_on_all(
     """
     own: dict[int, Any] = {}
 
-    def measured(_: nn.Module, numbered: tuple[int, Any]) -> dict[str, float]:
-        number, batch = numbered
+    def measured(_: nn.Module, one: tuple[int, Any]) -> dict[str, float]:
+        number, batch = one
         sums, kept = measure(batch)
         if gathers:
             own[number] = _on_cpu(kept)
         return {**sums, "batches": 1.0}
 
-    numbered = _Numbered(batches) if hasattr(type(batches), "__len__") else _NumberedStream(batches)
     while True:
-        sums = evaluate(session, model, numbered, measured)
+        sums = evaluate(session, model, numbered(batches), measured)
         if not gathers:
             return sums, []
         everyones = dict(itertools.chain(*collectives.gather(session, [*own.items()])))

@@ -1,0 +1,99 @@
+"""Loaders of a Trainer under Lightning as Shoal's: the batches of each step are dealt to whatever ranks there are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from shoal_common.errors import ConfigurationError
+from shoal_worker.data.loader import ElasticDataLoader
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+
+_INSTEAD = "give a torch DataLoader over a dataset with a length, or a shoal.ElasticDataLoader"
+
+
+def training_loader(given: Any, *, accumulated: int, seed: int, deterministic: bool) -> ElasticDataLoader:
+    """The loader of the training steps. A DataLoader's batch is one of `accumulated` parts of a step, which all ranks take together.
+
+    Raises:
+        ConfigurationError: its samples cannot be dealt so.
+    """
+    loader = _alone(given, "train_dataloader")
+    if isinstance(loader, ElasticDataLoader):
+        if accumulated != 1:
+            raise ConfigurationError(
+                f"accumulate_grad_batches={accumulated} with a shoal.ElasticDataLoader, whose global_batch_size is a whole step's: leave "
+                "the argument out; micro_batch_size= cuts the step into parts"
+            )
+        return loader
+    order = _order(loader, "train_dataloader")
+    if deterministic and accumulated == 1:
+        raise ConfigurationError(
+            "ShoalStrategy(deterministic=True) with accumulate_grad_batches=1: a step is then cut by the number of workers, which changes "
+            "its last digits; give the batch in parts, as DataLoader(batch_size=8) with accumulate_grad_batches=4"
+        )
+    return ElasticDataLoader(
+        loader.dataset,
+        global_batch_size=(loader.batch_size or 0) * accumulated,
+        micro_batch_size=loader.batch_size if accumulated > 1 else None,
+        seed=seed,
+        drop_last=loader.drop_last,
+        name="lightning",
+        **order,
+        **_fetching(loader),
+    )
+
+
+def validation_loader(given: Any) -> ElasticDataLoader:
+    """The loader of the evaluation's batches, of which each is computed on one rank.
+
+    Raises:
+        ConfigurationError: its samples cannot be dealt so.
+    """
+    loader = _alone(given, "val_dataloaders")
+    if isinstance(loader, ElasticDataLoader):
+        return loader
+    if _order(loader, "val_dataloaders") != {"shuffle": False} or loader.drop_last:
+        raise ConfigurationError(
+            "val_dataloaders: the DataLoader shuffles, draws from a sampler or drops its last batch, so an evaluation would not be of the "
+            "whole dataset, or another each time: make it with shuffle=False, without a sampler and without drop_last"
+        )
+    return ElasticDataLoader(loader.dataset, global_batch_size=loader.batch_size, train=False, **_fetching(loader))
+
+
+def _alone(given: Any, what: str) -> Any:
+    """The one loader that was given."""
+    while isinstance(given, CombinedLoader) or (isinstance(given, Sequence) and len(given) == 1):
+        given = given.iterables if isinstance(given, CombinedLoader) else given[0]
+    if not isinstance(given, (DataLoader, ElasticDataLoader)):
+        raise ConfigurationError(f"{what}: found a {type(given).__name__}, and one loader is supported: {_INSTEAD}")
+    if isinstance(given.dataset, IterableDataset) or not hasattr(given.dataset, "__len__"):
+        raise ConfigurationError(
+            f"{what}: its dataset, a {type(given.dataset).__name__}, is a stream without a length, and Lightning's epochs need one: "
+            f"{_INSTEAD}; or write the loop out (docs/migration/trainers.md)"
+        )
+    return given
+
+
+def _order(loader: DataLoader[Any], what: str) -> dict[str, Any]:
+    """Arguments of Shoal's loader, for the order that the sampler means."""
+    sampler = loader.sampler
+    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        raise ConfigurationError(
+            f"{what}: the DataLoader has batches of its own (a batch_sampler, or batch_size=None), and Shoal deals them: {_INSTEAD}"
+        )
+    if isinstance(sampler, DistributedSampler):
+        raise ConfigurationError(
+            f"{what}: a {type(sampler).__name__} deals samples to a fixed number of ranks, and Shoal deals them to those that there are: "
+            "leave the sampler out, with shuffle=True for a new order each epoch"
+        )
+    if type(sampler) is SequentialSampler:
+        return {"shuffle": False}
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+        return {"shuffle": True}
+    return {"sampler": sampler}
+
+
+def _fetching(loader: DataLoader[Any]) -> dict[str, Any]:
+    return {"collate_fn": loader.collate_fn, "num_workers": loader.num_workers, "pin_memory": loader.pin_memory}

@@ -1,0 +1,286 @@
+"""The fit. Its loop is Shoal's, as scripts write it (an `ElasticDataLoader`, `as_distributed`, `if optimizer.step():`); what Lightning has
+users write is called in it as in Lightning's own: `training_step`, hooks, callbacks, schedules, what is logged and validated, and when.
+
+Steps and epochs are counted by the loader alone, and written into Lightning's counters from there: so a step that was void is no step, and
+a worker that joins has the others' counts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loops import _FitLoop, _TrainingEpochLoop
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from shoal_common.errors import ConfigurationError
+from shoal_worker import api
+from shoal_worker.data.loader import ElasticDataLoader
+from shoal_worker.elastic.worker_process import current_session
+from shoal_worker.strategies.model import ShardedModel
+from shoal_worker.strategies.optimizer import ShardedOptimizer
+
+from shoal.integrations.lightning.checkpoints import Checkpoints
+from shoal.integrations.lightning.data import training_loader
+from shoal.integrations.lightning.evaluation import ElasticValidation
+from shoal.integrations.lightning.progress import Progress
+from shoal.integrations.lightning.results import Gathered, Results
+
+
+class Trains(Protocol):
+    """What the loop asks of the strategy."""
+
+    seed: int
+    options: Mapping[str, Any]
+
+    @property
+    def sharded(self) -> ShardedModel:
+        """The model that trains."""
+        ...
+
+    @property
+    def optimizer(self) -> ShardedOptimizer:
+        """Its optimizer."""
+        ...
+
+    def note_who_writes(self) -> None:
+        """Tells Lightning's loggers whether this process writes."""
+        ...
+
+
+class _Counters(_TrainingEpochLoop):
+    """Lightning's counters of an epoch, which follow the loader's."""
+
+    def __init__(self, trainer: pl.Trainer, before: _TrainingEpochLoop) -> None:
+        """`before`: the Trainer's own, which knows its arguments."""
+        super().__init__(trainer, min_steps=before.min_steps, max_steps=before.max_steps)
+        self._results: Results = Results(training=True)
+        self.val_loop: ElasticValidation = ElasticValidation(trainer)
+        self.val_loop._data_source = before.val_loop._data_source
+
+    def stand(self, *, in_epoch: int, of: float, in_all: int, committed: int) -> None:
+        """The script is at step `in_epoch`, from 1, of `of` of its epoch; with it there are `in_all`, of which `committed` count."""
+        progress = self.batch_progress
+        for counts, value in ((progress.current, in_epoch), (progress.total, in_all)):
+            counts.ready = counts.started = counts.processed = counts.completed = value
+        progress.is_last_batch = in_epoch >= of
+        steps = self.automatic_optimization.optim_progress.optimizer.step
+        steps.total.ready = steps.total.completed = committed
+        self._batches_that_stepped = in_all - 1
+
+
+class ElasticFit(_FitLoop):
+    """Takes the place of Lightning's own in a Trainer, for one fit."""
+
+    def __init__(self, trainer: pl.Trainer, strategy: Trains, checkpoints: Checkpoints | None) -> None:
+        before = trainer.fit_loop
+        super().__init__(trainer, min_epochs=before.min_epochs, max_epochs=before.max_epochs)
+        self.epoch_loop: _Counters = _Counters(trainer, before.epoch_loop)
+        self._data_source = before._data_source
+        self._strategy = strategy
+        self._checkpoints = checkpoints
+        self._accumulated = trainer.accumulate_grad_batches
+        self._loader: ElasticDataLoader | None = None
+        self._gathered = Gathered()
+        trainer.accumulate_grad_batches = 1  # parts of a step are the loader's micro-batches: Lightning sees one batch a step
+
+    def setup_data(self) -> None:
+        """Lightning calls it, for `estimated_stepping_batches` also: asks for the loader, once."""
+        if self._loader is not None:
+            return
+        trainer = self.trainer
+        given = _request_dataloader(self._data_source)
+        self._loader = training_loader(
+            given, accumulated=self._accumulated, seed=self._strategy.seed, deterministic=bool(self._strategy.options.get("deterministic"))
+        )
+        self._combined_loader = CombinedLoader(self._loader, "max_size_cycle")
+        self.max_batches = len(self._loader)
+        interval = trainer.val_check_interval
+        trainer.val_check_batch = interval if isinstance(interval, int) else max(1, int(self.max_batches * interval))
+        if trainer.check_val_every_n_epoch is not None and trainer.val_check_batch > self.max_batches and trainer.enable_validation:
+            raise ConfigurationError(
+                f"val_check_interval={interval}, and an epoch has {self.max_batches} steps: give at most that, or "
+                "check_val_every_n_epoch=None to count over epochs"
+            )
+
+    @property
+    def loader(self) -> ElasticDataLoader:
+        """The loader of the steps."""
+        self.setup_data()
+        assert self._loader is not None
+        return self._loader
+
+    # ------------------------------------------------------------------------------------------------------------- the loops
+
+    def run(self) -> None:
+        """Trains, until the epochs or steps are done, a callback says so, or the job is stopped."""
+        loader, session, counters = self.loader, current_session(), self.epoch_loop
+        torch.set_grad_enabled(True)
+        session.registered.register("lightning", Progress(self.trainer, counters._results))
+        if self._checkpoints is not None and self._checkpoints.resume:
+            api.resume(self._checkpoints.directory)
+        max_epochs: int = self.max_epochs
+        remaining = loader.epochs(sys.maxsize if max_epochs < 0 else max_epochs)
+        first = next(remaining, None)  # in a worker that joins, the state is the others' from here on
+        self._stand(loader.epoch)
+        self._strategy.note_who_writes()
+        self.on_run_start()
+        for epoch in itertools.chain([] if first is None else [first], remaining):
+            if self._is_enough():
+                break
+            self._train_epoch(epoch)
+            if self._is_enough():
+                break
+        finished = self._is_enough() or 0 <= max_epochs <= loader.epoch
+        if not finished and self._checkpoints is not None:
+            self._checkpoints.save()  # all were asked to leave
+        self.on_run_end()
+
+    def _is_enough(self) -> bool:
+        steps = self.epoch_loop.max_steps
+        return 0 <= steps <= self.loader.global_step or bool(self.trainer.should_stop and self._can_stop_early)
+
+    def _stand(self, epoch: int) -> None:
+        """Writes the loader's counts into Lightning's, for the step that is next."""
+        for counts in (self.epoch_progress.current, self.epoch_progress.total):
+            counts.ready = counts.started = epoch + 1
+            counts.processed = counts.completed = epoch
+
+    def _train_epoch(self, epoch: int) -> None:
+        trainer, loader, session = self.trainer, self.loader, current_session()
+        self._stand(epoch)
+        call._call_callback_hooks(trainer, "on_train_epoch_start")
+        call._call_lightning_module_hook(trainer, "on_train_epoch_start")
+        over = False
+        for step in loader.steps():
+            self._strategy.note_who_writes()
+            self.epoch_loop.stand(
+                in_epoch=step.number + 1, of=self.max_batches, in_all=loader.global_step + 1, committed=loader.global_step
+            )
+            committed, told = self._train_step(step, step.number)
+            if committed:
+                over = step.number + 1 >= self.max_batches
+                self._step_is_over(step.number, told)
+                if self._is_enough():
+                    break
+                if self._checkpoints is not None and not over:
+                    self._checkpoints.step_is_over()
+        if session.is_joining or session.is_redoing or (loader.epoch <= epoch and not over and not self._is_enough()):
+            return  # some of the epoch comes again, or the job was stopped within it
+        self._epoch_is_over(epoch)
+
+    def _train_step(self, batches: Iterable[Any], number: int) -> tuple[bool, tuple[Any, Any]]:
+        """One step over all ranks. True: it counts, on all of them; the loader hands it out again if not. With it come the outputs of
+        `training_step` and the batch, for hooks; None on a rank that had no part of the step."""
+        trainer, session, strategy, results = self.trainer, current_session(), self._strategy, self.epoch_loop._results
+        results.hold()
+        optimizer, outputs, batch = strategy.optimizer, {}, None
+        losses: list[tuple[float, float]] = []
+        for part, fetched in enumerate(batches):
+            batch = self._to_device(fetched)
+            if part == 0:
+                self._step_begins(batch, number)
+            weight = (session.step.micro_batch or 0.0) if session.step is not None else 1.0
+            results.weigh(weight)
+            output = call._call_strategy_hook(
+                trainer, "training_step", *self.epoch_loop._build_kwargs(OrderedDict(), batch, number).values()
+            )
+            told = ClosureResult.from_training_step_output(output)
+            if told.closure_loss is None:
+                raise ConfigurationError(
+                    "training_step returned None: a step is all ranks', and none can leave it out: return a loss of zero (0.0 * loss)"
+                )
+            call._call_strategy_hook(trainer, "backward", told.closure_loss, optimizer)
+            outputs = told.extra
+            losses.append((float(told.closure_loss.detach()), weight))
+            weights = sum(each for _, each in losses)
+            if session.step is not None and weights > 0:
+                session.step.loss = sum(loss * each for loss, each in losses) / weights
+        if not losses:
+            self._step_begins(None, number)
+        results.weigh(1.0)
+        call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
+        call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
+        if trainer.gradient_clip_val:
+            strategy.sharded.clip_grad_norm_(float(trainer.gradient_clip_val))
+        step, ranks = session.step, session.world_size
+        committed = bool(optimizer.step())
+        call._call_callback_hooks(trainer, "on_before_zero_grad", optimizer)
+        call._call_lightning_module_hook(trainer, "on_before_zero_grad", optimizer)
+        optimizer.zero_grad()
+        if not committed:
+            results.release()
+            return False, (None, None)
+        mean_loss = step.mean_loss if step is not None else None
+        self._gathered.log(session, results, step, own_loss=losses, ranks=ranks)
+        loss = torch.tensor(math.nan if mean_loss is None else mean_loss)
+        return True, ({"loss": loss, **outputs} if losses else None, batch)
+
+    def _to_device(self, batch: Any) -> Any:
+        trainer = self.trainer
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+
+    def _step_begins(self, batch: Any, number: int) -> None:
+        trainer = self.trainer
+        trainer._logger_connector.on_batch_start(batch)
+        call._call_callback_hooks(trainer, "on_train_batch_start", batch, number)
+        if call._call_lightning_module_hook(trainer, "on_train_batch_start", batch, number) == -1:
+            raise ConfigurationError(
+                "on_train_batch_start returned -1, to leave out the rest of the epoch: all ranks would have to do so at one step; set "
+                "trainer.should_stop where all see the same, or use a smaller dataset"
+            )
+        call._call_strategy_hook(trainer, "on_train_batch_start", batch, number)
+
+    # ------------------------------------------------------------------------------------------------- when something is over
+
+    def _step_is_over(self, number: int, told: tuple[Any, Any]) -> None:
+        """A step counts: what Lightning does behind one, in its order."""
+        trainer, counters, (outputs, batch) = self.trainer, self.epoch_loop, told
+        in_all = self.loader.global_step
+        counters.stand(in_epoch=number + 1, of=self.max_batches, in_all=in_all, committed=in_all)
+        counters.update_lr_schedulers("step", update_plateau_schedulers=False)
+        if counters._num_ready_batches_reached():
+            counters.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        call._call_callback_hooks(trainer, "on_train_batch_end", outputs, batch, number)
+        call._call_lightning_module_hook(trainer, "on_train_batch_end", outputs, batch, number)
+        trainer._logger_connector.on_batch_end()
+        trainer._logger_connector.update_train_step_metrics()
+        if counters._should_check_val_fx(None):
+            trainer.validating = True
+            within = trainer._logger_connector._first_loop_iter
+            counters.val_loop.run()
+            trainer.training = True
+            trainer._logger_connector._first_loop_iter = within
+        counters.update_lr_schedulers("step", update_plateau_schedulers=True)
+        counters._batches_that_stepped = in_all
+
+    def _epoch_is_over(self, epoch: int) -> None:
+        """The steps of an epoch are done, or training ends within it: what Lightning does then, in its order."""
+        trainer, counters = self.trainer, self.epoch_loop
+        trainer._logger_connector.epoch_end_reached()
+        for counts in (self.epoch_progress.current, self.epoch_progress.total):
+            counts.processed = epoch + 1
+        call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=False)
+        call._call_lightning_module_hook(trainer, "on_train_epoch_end")
+        call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=True)
+        trainer._logger_connector.on_epoch_end()
+        if counters._num_ready_batches_reached():
+            counters.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        counters._batches_that_stepped -= 1
+        trainer._logger_connector.update_train_epoch_metrics()
+        counters._batches_that_stepped += 1
+        for counts in (self.epoch_progress.current, self.epoch_progress.total):
+            counts.completed = epoch + 1
+        if self._checkpoints is not None:
+            self._checkpoints.step_is_over()
+            self._checkpoints.epoch_is_over()

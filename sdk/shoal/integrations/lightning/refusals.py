@@ -1,0 +1,168 @@
+"""What a Trainer with Shoal's strategy does not do: refused before it trains, by one error that says what to do instead."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Final
+
+import lightning.pytorch as pl
+from lightning.pytorch import callbacks
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from shoal_common.errors import ConfigurationError
+from torchmetrics import Metric
+
+from shoal.integrations.lightning.checkpoints import Checkpoints
+
+STRATEGIES: Final = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
+"""Under which a module's own forward and backward passes train it. The others take a batch through `train_step`, or are no synchronous
+data parallelism."""
+
+_CHECKPOINTS: Final = "use shoal.integrations.lightning.Checkpoints(directory, every_n_steps=..., keep=...)"
+
+_CALLBACKS: Final[dict[type[Any], str]] = {
+    callbacks.Checkpoint: _CHECKPOINTS,
+    callbacks.OnExceptionCheckpoint: _CHECKPOINTS,
+    callbacks.GradientAccumulationScheduler: "the batch of a step is the same throughout: give accumulate_grad_batches",
+    callbacks.StochasticWeightAveraging: "average in a loop of your own (docs/guides/averages.md)",
+    callbacks.WeightAveraging: "average in a loop of your own (docs/guides/averages.md)",
+    callbacks.Timer: "clocks differ by worker, which would stop at different steps: give max_steps",
+    callbacks.BatchSizeFinder: "give the batch's size",
+    callbacks.LearningRateFinder: "give the learning rate",
+    callbacks.ModelPruning: "the layout of the parameters is fixed when training begins",
+    callbacks.BaseFinetuning: "give the optimizer all parameters from the start, and freeze with requires_grad_(False)",
+}
+"""Callbacks that cannot be kept, with what to do instead."""
+
+_MODULE: Final = {
+    "prepare_data": "its other workers would not wait: prepare it in the script, under `with shoal.main_first():`",
+    "optimizer_step": "a step may be void: set learning rates by a schedule, and gradients in on_before_optimizer_step",
+    "optimizer_zero_grad": "the strategy clears gradients",
+    "configure_gradient_clipping": "gradients may be cut over the ranks: give gradient_clip_val",
+    "on_save_checkpoint": "checkpoints are Shoal's: add what is to be saved by shoal.register_state(name=object)",
+    "on_load_checkpoint": "checkpoints are Shoal's: add what is to be saved by shoal.register_state(name=object)",
+}
+"""Methods of a LightningModule that are not called, or would do harm, with what to do instead."""
+
+
+def _refuse(what: str, instead: str) -> ConfigurationError:
+    return ConfigurationError(f"{what}: ShoalStrategy does not do that: {instead}")
+
+
+def check_trainer(trainer: pl.Trainer) -> None:
+    """Raises ConfigurationError for what cannot be done so that a fault changes nothing."""
+    if trainer.state.fn is not TrainerFn.FITTING:
+        raise _refuse(
+            f"Trainer.{getattr(trainer.state.fn, 'value', 'run')!s}()",
+            "validate while fitting; else load shoal.load_full_state(directory) into the module, and use a Trainer without strategy=",
+        )
+    _check_arguments(trainer)
+    _check_callbacks(trainer)
+    _check_module(trainer.lightning_module)
+    datamodule = getattr(trainer, "datamodule", None)
+    for name in ("prepare_data", "state_dict", "load_state_dict"):
+        if datamodule is not None and is_overridden(name, datamodule, pl.LightningDataModule):
+            instead = _MODULE["prepare_data" if name == "prepare_data" else "on_save_checkpoint"]
+            raise _refuse(f"{type(datamodule).__name__}.{name}", instead)
+
+
+def _check_arguments(trainer: pl.Trainer) -> None:
+    connector = trainer._accelerator_connector
+    precision = trainer.precision_plugin
+    limits = "steps and epochs are the job's: give max_steps, or a smaller dataset"
+    given: dict[str, tuple[Any, tuple[Any, ...], str]] = {
+        "devices": (
+            connector._devices_flag,
+            ("auto", 1, "1"),
+            "a worker has one device: `shoal run --nproc-per-node` says how many there are",
+        ),
+        "num_nodes": (connector._num_nodes_flag, (1,), "the hosts of a job are those where `shoal run` was started"),
+        "sync_batchnorm": (connector._layer_sync is not None, (False,), "give the module nn.SyncBatchNorm, which Shoal's ranks share"),
+        "limit_train_batches": (trainer.limit_train_batches, (1.0,), limits),
+        "limit_val_batches": (trainer.limit_val_batches, (0, 0.0, 1.0), limits),
+        "overfit_batches": (trainer.overfit_batches, (0, 0.0), limits),
+        "fast_dev_run": (trainer.fast_dev_run, (False, 0), limits),
+        "reload_dataloaders_every_n_epochs": (
+            trainer.reload_dataloaders_every_n_epochs,
+            (0,),
+            "samples are dealt from one dataset: have it follow the epoch itself",
+        ),
+        "gradient_clip_algorithm": (
+            str(getattr(trainer.gradient_clip_algorithm, "value", "norm")),
+            ("norm",),
+            "clip by norm, which all ranks share",
+        ),
+    }
+    for name, (value, allowed, instead) in given.items():
+        if not any(type(value) is type(one) and value == one for one in allowed) and value is not None:
+            raise _refuse(f"{name}={value!r}", instead)
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        raise _refuse("val_check_interval as a time", "clocks differ by worker: give a number of steps")
+    scaled = isinstance(precision, MixedPrecision) and precision.scaler is not None
+    if scaled or type(precision) not in (Precision, MixedPrecision):
+        raise _refuse(f"precision={precision.precision!r}", "use '32-true' or 'bf16-mixed'")
+
+
+def _is_default(callback: Any) -> bool:
+    """Whether it is the ModelCheckpoint that a Trainer adds by itself, or one that is like it."""
+    if type(callback) is not callbacks.ModelCheckpoint:
+        return False
+    own, default = (
+        {name: value for name, value in vars(one).items() if name not in ("log", "log_dict")}
+        for one in (callback, callbacks.ModelCheckpoint())
+    )
+    return bool(own == default)
+
+
+def _check_callbacks(trainer: pl.Trainer) -> None:
+    for callback in trainer.callbacks:
+        if isinstance(callback, Checkpoints) or _is_default(callback):
+            continue
+        instead = next((text for kind, text in _CALLBACKS.items() if isinstance(callback, kind)), None)
+        if instead is not None:
+            raise _refuse(type(callback).__name__, instead)
+
+
+def use_checkpoints(trainer: pl.Trainer) -> Checkpoints | None:
+    """Takes out the ModelCheckpoint that a Trainer has by itself, whose files no elastic fit could go on from; returns what the fit saves,
+    if it does.
+
+    Raises:
+        ConfigurationError: there are several.
+    """
+    kept = [one for one in trainer.callbacks if not _is_default(one)]
+    if len(kept) < len(trainer.callbacks):
+        rank_zero_info("ShoalStrategy saves no checkpoints by itself: %s", _CHECKPOINTS)
+    trainer.callbacks = kept
+    found = [one for one in kept if isinstance(one, Checkpoints)]
+    if len(found) > 1:
+        raise ConfigurationError(f"callbacks: found {len(found)} Checkpoints, expected one: leave the others out")
+    return found[0] if found else None
+
+
+def _check_module(module: pl.LightningModule) -> None:
+    kind = type(module).__name__
+    if not module.automatic_optimization:
+        raise _refuse(
+            f"{kind}.automatic_optimization=False",
+            "a step may be void, which a script must ask about: write the loop out, with one optimizer or several "
+            "(docs/migration/trainers.md, docs/guides/several-models.md)",
+        )
+    for name, instead in _MODULE.items():
+        if is_overridden(name, module):
+            raise _refuse(f"{kind}.{name}", instead)
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise _refuse(f"{kind}.training_step(dataloader_iter)", "take the batch: training_step(self, batch, batch_idx)")
+
+
+def check_metrics(module: pl.LightningModule) -> None:
+    """Raises ConfigurationError if the module, which is whole by now, counts in metrics of its own."""
+    for name, one in module.named_modules():
+        if isinstance(one, Metric):
+            raise _refuse(
+                f"{type(module).__name__}.{name}, a torchmetrics {type(one).__name__}",
+                "it would count this worker's samples alone: log a mean over the batch, by torchmetrics.functional say, which is averaged "
+                "over all ranks; or evaluate in a loop of your own (docs/guides/metrics.md)",
+            )

@@ -1,0 +1,216 @@
+"""The strategy that a Lightning Trainer is given: `Trainer(strategy=ShoalStrategy("zero2"))`.
+
+To Lightning each worker is one process alone, on `shoal.device()`: it opens no process group, and waits for nobody. The fit's loop is
+Shoal's (`fit_loop.py`), put into the Trainer before it trains. What cannot be done so is refused then (`refusals.py`, decision 274).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.strategies import Strategy
+from shoal_common.errors import ConfigurationError, PreconditionError, UnavailableError
+from shoal_worker import api
+from shoal_worker.elastic import collectives
+from shoal_worker.elastic.worker_process import current_session
+from shoal_worker.strategies.model import ShardedModel
+from shoal_worker.strategies.optimizer import ShardedOptimizer
+
+from shoal.integrations.lightning.checkpoints import Checkpoints
+from shoal.integrations.lightning.fit_loop import ElasticFit
+from shoal.integrations.lightning.refusals import STRATEGIES, check_metrics, check_trainer, use_checkpoints
+
+
+class ShoalStrategy(Strategy):
+    """Trains a LightningModule on the workers of a job, which may die, leave and join meanwhile.
+
+    Every rank makes the Trainer and calls `fit`, once.
+    """
+
+    strategy_name = "shoal"
+
+    def __init__(self, strategy: str = "ddp", *, seed: int = 0, **options: Any) -> None:
+        """
+        Args:
+            strategy: "ddp", "zero1", "zero2", "zero3", "fsdp" or "hsdp".
+            seed: of the order of samples, where the Trainer is given a DataLoader with shuffle=True, and of each batch's random numbers.
+            options: further arguments of `shoal.as_distributed`.
+
+        Raises:
+            ConfigurationError: another strategy.
+        """
+        super().__init__()
+        if strategy not in STRATEGIES:
+            raise ConfigurationError(
+                f"ShoalStrategy({strategy!r}): expected one of {', '.join(STRATEGIES)}; the others need a loop of your own (docs/migration)"
+            )
+        self.name = strategy
+        self.seed = seed
+        self.options: Mapping[str, Any] = options
+        self._checkpoints: Checkpoints | None = None
+        self._sharded: ShardedModel | None = None
+
+    # ------------------------------------------------------------------------------------------------ what Lightning is told
+
+    @property
+    def root_device(self) -> torch.device:
+        """`shoal.device()`."""
+        return current_session().device
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the one process that writes and logs; another one is when that one dies."""
+        return current_session().is_first
+
+    @property
+    def global_rank(self) -> int:
+        """0 in the one process that writes and logs."""
+        session = current_session()
+        return 0 if session.is_first else max(1, session.rank)
+
+    @property
+    def local_rank(self) -> int:
+        """Returns `global_rank`."""
+        return self.global_rank
+
+    @property
+    def world_size(self) -> int:
+        """1: to Lightning this process is alone. `shoal.world_size()` tells how many there are."""
+        return 1
+
+    def note_who_writes(self) -> None:
+        """Loggers ask Lightning's `rank_zero_only` whether they write."""
+        rank_zero_only.rank = self.global_rank
+
+    # --------------------------------------------------------------------------------------------------------------- the model
+
+    @property
+    def sharded(self) -> ShardedModel:
+        """The model that trains.
+
+        Raises:
+            PreconditionError: no fit has begun.
+        """
+        if self._sharded is None:
+            raise PreconditionError("ShoalStrategy.sharded: there is none before fit() has begun: look in on_fit_start or later")
+        return self._sharded
+
+    @property
+    def optimizer(self) -> ShardedOptimizer:
+        """Its optimizer."""
+        (optimizer,) = self.optimizers
+        assert isinstance(optimizer, ShardedOptimizer)
+        return optimizer
+
+    def setup_environment(self) -> None:
+        """Lightning calls it, before it prepares anything: what cannot be done is refused here."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        check_trainer(trainer)
+        if self._sharded is not None:
+            raise PreconditionError("a second fit in one process: a process of a job trains once; start another job for another run")
+        self._checkpoints = use_checkpoints(trainer)
+        trainer.num_sanity_val_steps = 0  # a worker that joins would hold up the others with it
+        self.note_who_writes()
+        super().setup_environment()
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Lightning calls it, when the module is whole: puts Shoal's loop into the Trainer, and makes model and optimizer the job's."""
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        assert self.lightning_module is not None
+        check_metrics(self.lightning_module)
+        self.model_to_device()
+        trainer.fit_loop = ElasticFit(trainer, self, self._checkpoints)
+        self.setup_optimizers(trainer)
+        module = self.lightning_module
+        optimizers: list[Any] = self._optimizers
+        if len(optimizers) != 1 or isinstance(optimizers[0], _MockOptimizer):
+            raise ConfigurationError(
+                f"{type(module).__name__}.configure_optimizers gave {'none' if len(optimizers) == 1 else len(optimizers)}: ShoalStrategy "
+                "expects one optimizer: use parameter groups, or write the loop out (docs/guides/several-models.md)"
+            )
+        model, optimizer = api.as_distributed(module, optimizers[0], strategy=self.name, **self.options)
+        assert isinstance(model, ShardedModel)
+        self._sharded = self.model = model
+        self.optimizers = [optimizer]
+
+    def model_to_device(self) -> None:
+        """Lightning calls it."""
+        assert self.lightning_module is not None
+        self.lightning_module.to(self.root_device)
+
+    def teardown(self) -> None:
+        """Lightning calls it at the end of a fit. The model stays where it is: its parameters may be cut over the ranks."""
+        self.precision_plugin.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+
+    # ------------------------------------------------------------------------------------------------------ what ranks do together
+
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for nobody: what ranks do together is Shoal's."""
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Returns `obj`: Lightning asks for paths, which only the process that writes uses."""
+        return obj
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> NoReturn:
+        """Refused.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError("strategy.reduce: call shoal.all_reduce(value, op) instead, between steps, on every rank")
+
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> NoReturn:
+        """Refused.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError("self.all_gather: call shoal.gather(value) instead, between steps, on every rank")
+
+    # ------------------------------------------------------------------------------------------------------------------ files
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole model's state, under the module's own names. Every rank calls it."""
+        return self._sharded.full_state_dict() if self._sharded is not None else super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Any) -> NoReturn:
+        """Refused.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError(
+            "trainer.save_checkpoint(path): what training goes on from are Shoal's checkpoints, which the callback "
+            "shoal.integrations.lightning.Checkpoints(directory) saves; trainer.save_checkpoint(path, weights_only=True) writes the model"
+        )
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Writes what `trainer.save_checkpoint(path, weights_only=True)` has gathered, in the one process that writes. Every rank calls it.
+
+        Raises:
+            UnavailableError (FILE_NOT_WRITTEN): that process died meanwhile.
+        """
+        writes = self.is_global_zero
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if not any(collectives.gather(current_session(), writes)):
+            raise UnavailableError(f"{filepath}: the worker that was writing it has died: save it again", reason="FILE_NOT_WRITTEN")
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> NoReturn:
+        """Refused.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError(
+            f"fit(ckpt_path={str(checkpoint_path)!r}): training goes on from Shoal's checkpoints: give the Trainer the callback "
+            "shoal.integrations.lightning.Checkpoints(directory, resume=True), and leave ckpt_path out"
+        )

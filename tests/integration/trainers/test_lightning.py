@@ -1,0 +1,113 @@
+"""Lightning's Trainer under `shoal run`: workers are killed, others join, all are asked to leave; it ends as one process alone would."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+Shell = Any  # of tests/integration/conftest.py
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "elastic_lightning.py"
+IN_TWO = ("run", "--standalone", "--nproc-per-node", "2")
+DEADLINE_S = 200.0
+"""Three processes import Lightning, and then a fourth."""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+Alone = Callable[[str], tuple[dict[str, Any], Path]]
+
+
+def told(output: str) -> list[dict[str, Any]]:
+    """What the processes say that they ended with."""
+    return [json.loads(line.split("told ", 1)[1]) for line in output.splitlines() if "told {" in line]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """What one process without a job ends with, by strategy, and the model that it writes."""
+
+    @cache
+    def run(strategy: str) -> tuple[dict[str, Any], Path]:
+        directory = tmp_path_factory.mktemp(strategy)
+        command = [sys.executable, PROGRAM, directory, strategy]
+        ended = subprocess.run(command, check=False, env={**os.environ}, capture_output=True, text=True, timeout=DEADLINE_S)
+        assert ended.returncode == 0, ended.stderr
+        (result,) = told(ended.stdout)
+        return result, directory / "model.ckpt"
+
+    return run
+
+
+def finish(command: Any) -> list[dict[str, Any]]:
+    """Waits for the end of a run, which is a good one."""
+    try:
+        status = command.process.wait(DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        status = None
+    assert status == 0, command.stderr + command.stdout
+    return told(command.stdout)
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    """The module's state in a file that `trainer.save_checkpoint` wrote."""
+    state: dict[str, torch.Tensor] = torch.load(path, weights_only=True)["state_dict"]
+    return state
+
+
+def test_alone_it_ends_as_lightnings_own_strategy_does(alone: Alone) -> None:
+    (plain, its_model), (ours, our_model) = alone("plain"), alone("alike")
+    assert (plain["steps"], plain["epochs"]) == (ours["steps"], ours["epochs"]) == (40, 8)
+    torch.testing.assert_close(weights(our_model), weights(its_model), rtol=0, atol=1e-6)
+    for one, other in zip(ours["course"], plain["course"], strict=True):
+        assert one == pytest.approx(other, abs=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mode"),
+    [
+        ("ddp", "kill"),
+        pytest.param("zero1", "late", marks=pytest.mark.matrix),
+        pytest.param("zero2", "kill", marks=pytest.mark.matrix),
+        ("zero3", "late"),
+        pytest.param("fsdp", "kill", marks=pytest.mark.matrix),
+    ],
+)
+def test_a_killed_worker_and_its_replacement_change_nothing(shell: Shell, alone: Alone, strategy: str, mode: str) -> None:
+    """Weights bit for bit, losses and metrics of all epochs, and what callbacks have counted, on all ranks. What is logged beside the loss
+    is exact unless a worker died before the others had its value, which is told."""
+    expected, model = alone("ddp" if strategy == "ddp" else "zero2")
+    expected = json.loads(json.dumps(expected))
+    assert (expected["steps"], expected["epochs"], len(expected["course"])) == (40, 8, 8)
+    command = shell.start(*IN_TWO, PROGRAM, shell.directory / "run", strategy, mode)
+    results = finish(command)
+    assert "ended with SIGKILL; the others go on" in command.stderr
+    errors, its_errors = ([[epoch.pop("error") for epoch in one["course"]] for one in these] for these in (results, [expected]))
+    assert results == [expected | {"world": 2}] * 2
+    assert errors[0] == errors[1]
+    apart = sum(one != other for one, other in zip(errors[0], its_errors[0], strict=True))
+    assert apart == 0 or (apart == 1 and "self.log('error'): a worker died between a step" in command.stderr + command.stdout)
+    torch.testing.assert_close(weights(shell.directory / "run" / "model.ckpt"), weights(model), rtol=0, atol=0)
+
+
+def test_all_asked_to_leave_and_begun_again_it_ends_as_without(shell: Shell, alone: Alone) -> None:
+    expected, _ = alone("zero2")
+    directory = shell.directory / "run"
+    command = shell.start(*IN_TWO, PROGRAM, directory, "zero2", "slow")
+    command.wait_for_output("step 12 is over")
+    command.process.send_signal(signal.SIGTERM)
+    assert command.wait() == 128 + signal.SIGTERM, command.stderr
+    stopped = sorted(int(path.name.removeprefix("step-")) for path in (directory / "checkpoints").glob("step-*"))
+    assert 12 <= stopped[-1] < 40, "fit saves where it is stopped"
+    results = finish(shell.start(*IN_TWO, PROGRAM, directory, "zero2"))
+    assert results == [expected | {"world": 2}] * 2
+    assert len([*(directory / "checkpoints").glob("step-*")]) == 2, "keep"

@@ -1,0 +1,110 @@
+"""What Shoal's strategy for Lightning refuses before it trains, each with what to do instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from shoal_common.errors import ConfigurationError
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+# The import of Lightning takes some seconds.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_session"), pytest.mark.filterwarnings("ignore::Warning")]
+
+DATA = TensorDataset(torch.ones(8, 4), torch.ones(8, 1))
+
+
+def fit(directory: Path, *, strategy: str = "ddp", options: dict[str, Any] | None = None, loader: Any = None, **arguments: Any) -> Any:
+    """Fits a small module, whose class has the attributes that `arguments["module"]` gives; the others are the Trainer's."""
+    import lightning
+    from shoal.integrations.lightning import ShoalStrategy
+
+    class Net(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return nn.functional.mse_loss(self.layer(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    for name, value in arguments.pop("module", {}).items():
+        setattr(Net, name, value)
+    named = {"ckpt_path": arguments.pop("ckpt_path")} if "ckpt_path" in arguments else {}
+    common = {"max_epochs": 1, "accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = lightning.Trainer(
+        strategy=ShoalStrategy(strategy, **(options or {})),
+        default_root_dir=directory,
+        **(common | arguments),  # type: ignore[arg-type]
+    )
+    trainer.fit(Net(), DataLoader(DATA, batch_size=4) if loader is None else loader, **named)
+    return trainer
+
+
+def two_optimizers(module: Any) -> Any:
+    return [torch.optim.SGD(module.parameters(), lr=0.1), torch.optim.SGD(module.parameters(), lr=0.1)]
+
+
+def logs_a_sum(module: Any, batch: Any, batch_idx: int) -> Any:
+    loss = nn.functional.mse_loss(module.layer(batch[0]), batch[1])
+    module.log("loss", loss, reduce_fx="sum", on_epoch=True)
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"strategy": "tensor"}, r"ShoalStrategy\('tensor'\): expected one of ddp, zero1, zero2, zero3, fsdp, hsdp"),
+        ({"devices": 2}, "devices=2: ShoalStrategy does not do that: a worker has one device: `shoal run --nproc-per-node`"),
+        ({"limit_train_batches": 1}, "limit_train_batches=1: ShoalStrategy does not do that"),
+        ({"precision": "64-true"}, "precision='64-true': ShoalStrategy does not do that: use '32-true' or 'bf16-mixed'"),
+        ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "gradient_clip_algorithm='value'.*clip by norm"),
+        ({"max_time": "00:01:00:00"}, "Timer: ShoalStrategy does not do that: clocks differ by worker"),
+        ({"ckpt_path": "last.ckpt"}, r"Checkpoints\(directory, resume=True\), and leave ckpt_path out"),
+        ({"options": {"deterministic": True}}, "deterministic=True.* with accumulate_grad_batches=1"),
+        ({"module": {"automatic_optimization": False}}, "automatic_optimization=False.*write the loop out"),
+        ({"module": {"prepare_data": lambda module: None}}, "prepare_data.*shoal.main_first"),
+        ({"module": {"on_save_checkpoint": lambda module, checkpoint: None}}, "on_save_checkpoint.*shoal.register_state"),
+        ({"module": {"configure_optimizers": two_optimizers}}, "expects one optimizer|multiple optimizers"),
+        ({"module": {"training_step": lambda module, batch, batch_idx: None}}, r"return a loss of zero"),
+        ({"module": {"training_step": logs_a_sum}}, r"self.log\('loss', reduce_fx='sum'\) in training_step: expected 'mean'"),
+        ({"loader": [DataLoader(DATA), DataLoader(DATA)]}, "found a list, and one loader is supported"),
+        (
+            {"loader": DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0))},
+            "DistributedSampler deals samples to a fixed number of ranks",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(tmp_path: Path, arguments: dict[str, Any], error: str) -> None:
+    with pytest.raises((ConfigurationError, RuntimeError), match=error):
+        fit(tmp_path, **arguments)
+
+
+def test_metrics_that_would_count_one_worker_alone_are_refused(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from torchmetrics import MeanSquaredError
+
+    def configure(module: Any) -> None:
+        module.error = MeanSquaredError()
+
+    with pytest.raises(ConfigurationError, match=r"Net.error, a torchmetrics MeanSquaredError"):
+        fit(tmp_path, module={"configure_model": configure})
+    with pytest.raises(ConfigurationError, match=r"ModelCheckpoint.*use shoal.integrations.lightning.Checkpoints"):
+        fit(tmp_path, callbacks=[ModelCheckpoint(monitor="loss")])
+
+
+def test_a_trainer_without_more_arguments_trains_and_saves_nothing(tmp_path: Path) -> None:
+    trainer = fit(tmp_path)
+    assert (trainer.global_step, trainer.current_epoch) == (2, 1)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_validate_is_refused(tmp_path: Path) -> None:
+    trainer = fit(tmp_path, module={"validation_step": lambda module, batch, batch_idx: None})
+    with pytest.raises(ConfigurationError, match=r"Trainer.validate\(\): ShoalStrategy does not do that"):
+        trainer.validate(type(trainer.lightning_module)(), DataLoader(DATA))

@@ -374,9 +374,11 @@ def process_group() -> ProcessGroup:
     """A process group of torch's that survives faults: `torch.distributed.all_reduce(x, group=shoal.process_group())`, between steps.
 
     All collectives of torch.distributed work with it, of objects too, with SUM, AVG, MAX, MIN and PRODUCT. After a fault a call is done again
-    by those who are left. Where a script has asked for `get_rank(group)` or `get_world_size(group)` and the answer is not true any more, or
-    a call depends on it, the call raises MembershipChanged on all ranks alike and writes nothing: ask again, and repeat. It becomes
-    torch's default group. Without a job it is a world of one; in a joiner that replays its script, too.
+    by those who are left, if no rank has asked for `get_rank(group)` or `get_world_size(group)` and the call needs neither. Else the first
+    call after a change of ranks raises MembershipChanged (RANKS_CHANGED) on all ranks alike, and writes nothing: ask again, and repeat.
+
+    It becomes torch's default group, so that `torch.distributed.is_initialized()` is true from then on. Without a job, and in a joiner that
+    replays its script, it is a world of one.
 
     Raises:
         PreconditionError: the script has called `torch.distributed.init_process_group` (DEFAULT_GROUP_EXISTS). Its calls raise it inside a

@@ -147,7 +147,7 @@ def test_a_rank_that_was_told_otherwise_stops_the_call_on_all_ranks():
             dist.all_reduce(values, group=group)
         assert told.value.reason == "RANKS_CHANGED"
         assert values.item() == 1
-        dist.barrier(group=group)  # looks at no answers
+        dist.barrier(group=group)
         assert dist.get_world_size(group) == 3
         dist.all_reduce(values, group=group)
         return values.item()

@@ -4,8 +4,9 @@ Each call of `torch.distributed` with this group is one operation (`operations.p
 out the same results, or the same error, from the same bytes. After a fault it is done again by those who are left.
 
 A script that asked for its rank, or for how many there are, may have put the answer into what it sends: a buffer that one rank fills, a list
-as long as there are ranks, a value divided by their number. So whoever has asked is held to the answer. Where it is not true any more, the
-call gives no result, but MembershipChanged on all ranks alike, and the script asks again. Barriers alone are done whatever was asked.
+as long as there are ranks, a value divided by their number. torch asks, too, in the middle of gathering objects. So whoever has asked is held
+to its first answer. Where that is not true any more, the next call gives no result, but MembershipChanged on all ranks alike, and all begin
+anew: the script asks again. That a change is told once, even where nobody used an answer, is the price of never using an old one unnoticed.
 
 All of it runs on the training thread. Inside a step calls are refused: a fault there would take the gradients with it. Messages between two
 ranks are refused as well: there is nobody to do them again with.
@@ -44,8 +45,8 @@ def process_group(session: Session) -> SurvivingGroup:
         default = None
     if default is not None and (session.ranks_may_come or (default.rank(), default.size()) != (session.rank, session.world_size)):
         raise PreconditionError(
-            f"process_group(): this process has a default process group, in which it is rank {default.rank()} of {default.size()}; in Shoal's "
-            f"job it is rank {session.rank} of {session.world_size}, which faults change. Leave out torch.distributed.init_process_group",
+            f"process_group(): this process has a default process group, in which it is rank {default.rank()} of {default.size()}; in "
+            f"Shoal's job it is rank {session.rank} of {session.world_size}, which faults change. Leave out torch.distributed.init_process_group",
             reason="DEFAULT_GROUP_EXISTS",
         )
     group = SurvivingGroup(session)
@@ -63,7 +64,7 @@ class SurvivingGroup(PythonGroup):
         super().__init__(session.rank, session.world_size, "shoal_surviving")
         self.session = session
         self._asked: tuple[int, int] | None = None
-        """(rank, number of ranks) as this rank's script was told last; None: it has not asked."""
+        """(rank, number of ranks) as this process was told when it first asked; None: it has not, since the last change was told."""
         self._answered: tuple[int, tuple[int, int]] | None = None
         """(committed steps then, (rank, number of ranks)) of the last operation."""
 
@@ -71,13 +72,17 @@ class SurvivingGroup(PythonGroup):
 
     def rank(self) -> int:
         """This process's rank: that of the last call since the last step, or else the current one."""
-        self._asked = self.place
-        return self._asked[0]
+        return self._told()[0]
 
     def size(self) -> int:
         """How many ranks there are, likewise: behind a call, how many took part in it."""
-        self._asked = self.place
-        return self._asked[1]
+        return self._told()[1]
+
+    def _told(self) -> tuple[int, int]:
+        place = self.place
+        if self._asked is None:
+            self._asked = place
+        return place
 
     @property
     def place(self) -> tuple[int, int]:
@@ -112,13 +117,13 @@ class SurvivingGroup(PythonGroup):
         session = self.session
         if session.elastic and session.is_asynchronous:
             raise PreconditionError(
-                f"torch.distributed's {name} with shoal.process_group() under strategy='async_sgd': its workers take their steps alone, and "
-                "do not meet; report values by shoal.report"
+                f"torch.distributed's {name} with shoal.process_group() under strategy='async_sgd': its workers take their steps alone, "
+                "and do not meet; report values by shoal.report"
             )
         if in_backward():
             raise PreconditionError(
-                f"torch.distributed's {name} with shoal.process_group() was called in a backward pass: call it after optimizer.step(), before "
-                "the next batch. Losses over the samples of all ranks cannot be taken by it",
+                f"torch.distributed's {name} with shoal.process_group() was called in a backward pass: call it after optimizer.step(), "
+                "before the next batch. Losses over the samples of all ranks cannot be taken by it",
                 reason="STEP_NOT_FINISHED",
             )
         if call.op is not None:
@@ -152,24 +157,24 @@ class SurvivingGroup(PythonGroup):
         documents = [document for document, _ in told]
         size = len(told)
         own = next((number for number, each in enumerate(documents) if each["member"] == self.session.member_id), None)
-        before = self.place
+        before = self._asked or self.place
         self._answered = None if own is None or self._by_itself else (self.session.steps, (own, size))
         moved = own is None or any(_has_moved(each, number, size, call.kind) for number, each in enumerate(documents))
-        if moved and call.kind is not Kind.BARRIER:
+        if moved:
+            self._asked = None
             raise MembershipChanged(
                 f"torch.distributed's {name} with shoal.process_group(): the ranks are others than a script was told, here rank {before[0]} of "
-                f"{before[1]}; {size} took part. Nothing was written, on any rank. Ask get_rank and get_world_size of the group again, and "
-                "repeat what was made with their answers",
+                f"{before[1]}; {size} took part. Nothing was written. Ask get_rank and get_world_size of the group again, and "
+                "repeat from where their answers were used",
                 reason="RANKS_CHANGED",
             )
         _check_alike(name, call.kind, documents, size)
         calls = [_rebuilt(call, document, tensors) for document, tensors in told]
         execute(calls)
-        assert own is not None or call.kind is Kind.BARRIER
-        if own is not None:
-            with torch.no_grad():
-                for output, result in zip(call.outputs, calls[own].outputs, strict=True):
-                    output.data.copy_(result.view(output.shape))
+        assert own is not None, "else the ranks are others"
+        with torch.no_grad():
+            for output, result in zip(call.outputs, calls[own].outputs, strict=True):
+                output.data.copy_(result.view(output.shape))
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
         raise self._refused("send")
@@ -238,7 +243,6 @@ class _SameRanks(Mapping[int, int]):
     def __getitem__(self, rank: int) -> int:
         if not 0 <= rank < self._group.place[1]:
             raise KeyError(rank)
-        self._group.rank()  # whoever asks is held to it
         return rank
 
     def __iter__(self) -> Iterator[int]:
@@ -273,7 +277,7 @@ def _has_moved(document: Mapping[str, Any], number: int, size: int, kind: Kind) 
     actual = [number, size]
     if document["asked"] is not None and document["asked"] != actual:
         return True
-    return kind is not Kind.ALL_REDUCE and document["place"] != actual
+    return kind not in (Kind.ALL_REDUCE, Kind.BARRIER) and document["place"] != actual
 
 
 def _check_alike(name: str, kind: Kind, documents: Sequence[Mapping[str, Any]], size: int) -> None:
@@ -284,8 +288,8 @@ def _check_alike(name: str, kind: Kind, documents: Sequence[Mapping[str, Any]], 
         for field in ("op", "root", *(("inputs",) if like else ())):
             if each[field] != first[field]:
                 raise UnmatchedCollectiveError(
-                    f"torch.distributed's {name}: rank 0 gave {field} {first[field]}, rank {number} gave {each[field]}; expected the same on all "
-                    "ranks. shoal.gather takes values that differ in shape"
+                    f"torch.distributed's {name}: rank 0 gave {field} {first[field]}, rank {number} gave {each[field]}; expected the same "
+                    "on all ranks. shoal.gather takes values that differ in shape"
                 )
         root = each["root"]
         if root is not None and not 0 <= root < size:
@@ -293,14 +297,14 @@ def _check_alike(name: str, kind: Kind, documents: Sequence[Mapping[str, Any]], 
         counts = _COUNTS[kind](len(each["inputs"]), len(each["outputs"]), size, number == root)
         if not counts:
             raise UnmatchedCollectiveError(
-                f"torch.distributed's {name}: rank {number} gave {len(each['inputs'])} tensors, and {len(each['outputs'])} for results; expected "
-                f"one for each of {size} ranks where parts go to ranks or come from them"
+                f"torch.distributed's {name}: rank {number} gave {len(each['inputs'])} tensors, and {len(each['outputs'])} for results; "
+                f"expected one for each of {size} ranks where parts go to ranks or come from them"
             )
-        kinds = {dtype for document in documents for dtype, _ in (*document["inputs"], *document["outputs"])}
-        if len(kinds) > 1:
-            raise UnmatchedCollectiveError(
-                f"torch.distributed's {name} of tensors of {' and '.join(sorted(kinds))}: expected one dtype on all ranks"
-            )
+    kinds = {dtype for document in documents for dtype, _ in (*document["inputs"], *document["outputs"])}
+    if len(kinds) > 1:
+        raise UnmatchedCollectiveError(
+            f"torch.distributed's {name} of tensors of {' and '.join(sorted(kinds))}: expected one dtype on all ranks"
+        )
 
 
 _COUNTS: Final[Mapping[Kind, Any]] = {

@@ -3,10 +3,10 @@
 Each call of `torch.distributed` with this group is one operation (`operations.py`): all ranks' tensors are exchanged, and every rank works
 out the same results, or the same error, from the same bytes. After a fault it is done again by those who are left.
 
-A script that asked for its rank, or for how many there are, may have put the answer into what it sends: a buffer that one rank fills, a list
-as long as there are ranks, a value divided by their number. torch asks, too, in the middle of gathering objects. So whoever has asked is held
-to its first answer. Where that is not true any more, the next call gives no result, but MembershipChanged on all ranks alike, and all begin
-anew: the script asks again. That a change is told once, even where nobody used an answer, is the price of never using an old one unnoticed.
+A script that asked for its rank, or for how many there are, may have put the answer into what it sends: a buffer that one rank fills, a
+list as long as there are ranks, a value divided by their number. torch asks, too, in the middle of gathering objects. So whoever has asked
+is held to the first answer. Where that is not true any more, the next call gives no result, but MembershipChanged on all ranks alike, and
+all begin anew: the script asks again. It is told so even where nobody used an answer: an old one is never used unnoticed.
 
 All of it runs on the training thread. Inside a step calls are refused: a fault there would take the gradients with it. Messages between two
 ranks are refused as well: there is nobody to do them again with.
@@ -43,10 +43,12 @@ def process_group(session: Session) -> SurvivingGroup:
     default = c10d._world.default_pg
     if isinstance(default, SurvivingGroup):  # of a session that has ended
         default = None
-    if default is not None and (session.ranks_may_come or (default.rank(), default.size()) != (session.rank, session.world_size)):
+    own = (session.rank, session.world_size)
+    if default is not None and (session.ranks_may_come or (default.rank(), default.size()) != own):
         raise PreconditionError(
-            f"process_group(): this process has a default process group, in which it is rank {default.rank()} of {default.size()}; in "
-            f"Shoal's job it is rank {session.rank} of {session.world_size}, which faults change. Leave out torch.distributed.init_process_group",
+            f"process_group(): this process has a default process group, in which it is rank {default.rank()} of "
+            f"{default.size()}; in Shoal's job it is rank {session.rank} of {session.world_size}, which faults change. "
+            "Leave out torch.distributed.init_process_group",
             reason="DEFAULT_GROUP_EXISTS",
         )
     group = SurvivingGroup(session)
@@ -163,9 +165,9 @@ class SurvivingGroup(PythonGroup):
         if moved:
             self._asked = None
             raise MembershipChanged(
-                f"torch.distributed's {name} with shoal.process_group(): the ranks are others than a script was told, here rank {before[0]} of "
-                f"{before[1]}; {size} took part. Nothing was written. Ask get_rank and get_world_size of the group again, and "
-                "repeat from where their answers were used",
+                f"torch.distributed's {name} with shoal.process_group(): the ranks are others than a script was told, here rank "
+                f"{before[0]} of {before[1]}; {size} took part. Nothing was written. Ask get_rank and get_world_size of the group again, "
+                "and repeat from where their answers were used",
                 reason="RANKS_CHANGED",
             )
         _check_alike(name, call.kind, documents, size)

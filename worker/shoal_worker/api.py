@@ -374,8 +374,9 @@ def process_group() -> ProcessGroup:
     """A process group of torch's that survives faults: `torch.distributed.all_reduce(x, group=shoal.process_group())`, between steps.
 
     All collectives of torch.distributed work with it, of objects too, with SUM, AVG, MAX, MIN and PRODUCT. After a fault a call is done
-    again by those who are left, if no rank has asked for `get_rank(group)` or `get_world_size(group)` and the call needs neither. Else the
-    first call after a change of ranks raises MembershipChanged (RANKS_CHANGED) on all ranks alike, and writes nothing: ask again, and repeat.
+    again by those who are left, if no rank has asked for `get_rank(group)` or `get_world_size(group)` and the call needs neither. Else
+    the first call after a change of ranks raises MembershipChanged (RANKS_CHANGED) on all ranks alike, and writes nothing: ask again,
+    and repeat.
 
     It becomes torch's default group, so that `torch.distributed.is_initialized()` is true from then on. Without a job, and in a joiner that
     replays its script, it is a world of one.

@@ -24,5 +24,10 @@ def run_examples(page: str, *, shown: str, capsys: pytest.CaptureFixture[str]) -
 
 def example(page: str) -> str:
     """The code of a page's only example."""
-    (found,) = re.findall(r"```python\n(.*?)```", (_DOCS / page).read_text(), re.DOTALL)
-    return str(found)
+    (found,) = examples(page)
+    return found
+
+
+def examples(page: str) -> list[str]:
+    """The code of a page's examples, in their order."""
+    return re.findall(r"```python\n(.*?)```", (_DOCS / page).read_text(), re.DOTALL)

@@ -13,6 +13,7 @@ from typing import Any, overload
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from shoal_worker.checkpoint.files import read_model
 from shoal_worker.checkpoint.saving import CheckpointSaver, load_newest
@@ -20,7 +21,7 @@ from shoal_worker.compression.optimizer import GradientCompressionOptimizer, tak
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.data.loader import ElasticDataLoader
 from shoal_worker.data.streams import ShardedStream
-from shoal_worker.elastic import collectives, first_of_machine
+from shoal_worker.elastic import collectives, first_of_machine, torch_calls
 from shoal_worker.elastic.evaluation import IteratedBatches, is_due
 from shoal_worker.elastic.evaluation import evaluate as _evaluate
 from shoal_worker.elastic.fixed import check_own
@@ -367,6 +368,24 @@ def barrier() -> None:
     For work that one rank does before the others, `main_first` waits without being taken for a hang.
     """
     collectives.barrier(current_session())
+
+
+def process_group() -> ProcessGroup:
+    """A process group of torch's that survives faults: `torch.distributed.all_reduce(x, group=shoal.process_group())`, between steps.
+
+    All collectives of torch.distributed work with it, of objects too, with SUM, AVG, MAX, MIN and PRODUCT. After a fault a call is done
+    again by those who are left, if no rank has asked for `get_rank(group)` or `get_world_size(group)` and the call needs neither. Else
+    the first call after a change of ranks raises MembershipChanged (RANKS_CHANGED) on all ranks alike, and writes nothing: ask again,
+    and repeat.
+
+    It becomes torch's default group, so that `torch.distributed.is_initialized()` is true from then on. Without a job, and in a joiner that
+    replays its script, it is a world of one.
+
+    Raises:
+        PreconditionError: the script has called `torch.distributed.init_process_group` (DEFAULT_GROUP_EXISTS). Its calls raise it inside a
+            step (STEP_NOT_FINISHED), under async_sgd, and for messages between two ranks.
+    """
+    return torch_calls.process_group(current_session())
 
 
 def print_once(*values: Any, **options: Any) -> None:

@@ -1,20 +1,30 @@
-"""The example of docs/talking.md runs, and torchmetrics works as the page says."""
+"""The examples of docs/talking.md run, and torchmetrics works as the page says."""
 
 from __future__ import annotations
 
 import pytest
 import shoal
 import torch
+import torch.distributed as dist
 import torchmetrics
 from torch import nn
 
-from tests.pages import example
+from tests.pages import examples
 
 
 @pytest.mark.usefixtures("fresh_session")
 def test_the_pages_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(example("talking.md"), "talking.md", "exec"), {})
+    exec(compile(examples("talking.md")[0], "talking.md", "exec"), {})
     assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["epoch 0", "epoch 1"]
+
+
+@pytest.mark.usefixtures("fresh_session")
+def test_the_pages_example_of_torchs_own_functions_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        exec(compile(examples("talking.md")[1], "talking.md, the second example", "exec"), {})
+    finally:
+        dist.destroy_process_group()
+    assert capsys.readouterr().out == "1 ranks\n"
 
 
 def test_a_metric_of_torchmetrics_is_that_of_all_ranks() -> None:

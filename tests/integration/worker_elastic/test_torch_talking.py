@@ -1,0 +1,47 @@
+"""Series of torch's own calls with shoal.process_group() survive faults: all that are left have the results of one whole series."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.worker_elastic.cluster import cluster
+from tests.zygote.children import Zygote
+
+SCRIPT = Path(__file__).with_name("torch_talking.py")
+STEPS = 12
+OPERATIONS = ("all_reduce", "all_gather", "broadcast", "barrier", "sizes of objects", "objects")
+"""Behind each step, in this order: gathering objects gathers their sizes first."""
+QUICK = {("all_gather", "in_operation"), ("broadcast", "after_operation")}
+
+
+@pytest.mark.parametrize(
+    ("operation", "place"),
+    [
+        pytest.param(number, place, id=f"{name}-{place}", marks=() if (name, place) in QUICK else pytest.mark.slow)
+        for number, name in enumerate(OPERATIONS, start=1)
+        for place in ("in_operation", "after_operation")
+    ],
+)
+def test_a_rank_that_is_killed_in_the_middle_of_a_series_leaves_the_others_with_one_answer(
+    zygote: Zygote, tmp_path: Path, operation: int, place: str
+) -> None:
+    """Rank 0, the root, is killed behind the fifth step; with after_operation it has the result already."""
+    with cluster(zygote, tmp_path, script=SCRIPT) as running:
+        running.start(0, SHOAL_FAILPOINTS=f"session.{place}@{4 * len(OPERATIONS) + operation}=kill")
+        running.start(1)
+        running.start(2)
+        results = running.finish(1, 2)
+    first, second = (result["told"] for result in results)
+    assert first == second
+    assert list(first) == [str(step) for step in range(1, STEPS + 1)]
+    for step in range(1, STEPS + 1):
+        mean, everyones, named, objects = first[str(step)]
+        ranks = len(everyones)
+        assert ranks in (2, 3) if step == 5 else ranks == (3 if step < 5 else 2)
+        assert mean == named == step, "as without a fault"
+        assert everyones == [[step, rank] for rank in range(ranks)]
+        assert objects == [{"step": step, "rank": rank} for rank in range(ranks)]
+    assert results[0]["refused"] == results[1]["refused"], "all ranks repeat what one repeats"
+    assert {tuple(each) for each in results[0]["refused"]} <= {(5, "RANKS_CHANGED"), (6, "RANKS_CHANGED")}

@@ -1,0 +1,228 @@
+"""torch.distributed's own calls with shoal.process_group(): what plain process groups give, and errors on all ranks alike."""
+
+from __future__ import annotations
+
+import pytest
+import shoal
+import torch
+import torch.distributed as dist
+import torchmetrics
+from shoal_worker.torch_internals import c10d
+from torch import nn
+
+
+def _begin():
+    net = nn.Linear(2, 1)
+    return shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
+
+
+def _launched(run, world_size=3):
+    def rank():
+        _begin()
+        group = shoal.process_group()
+        assert group is shoal.process_group()
+        return run(dist.get_rank(group), group)
+
+    return shoal.launch(rank, world_size=world_size)
+
+
+def test_ranks_are_shoals():
+    assert _launched(lambda rank, group: (rank, dist.get_world_size(group), dist.get_process_group_ranks(group))) == [
+        (rank, 3, [0, 1, 2]) for rank in range(3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        (dist.ReduceOp.SUM, [6, 60]),
+        (dist.ReduceOp.AVG, [2, 20]),
+        (dist.ReduceOp.MAX, [3, 30]),
+        (dist.ReduceOp.MIN, [1, 10]),
+        (dist.ReduceOp.PRODUCT, [6, 6000]),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_all_reduce_is_in_place(op, expected, dtype):
+    def run(rank, group):
+        values = torch.tensor([rank + 1, 10 * (rank + 1)], dtype=dtype)
+        work = dist.all_reduce(values, op, group=group, async_op=True)
+        assert work.is_completed()
+        assert work.wait()
+        return values
+
+    for told in _launched(run):
+        assert told.dtype == dtype
+        assert told.tolist() == torch.tensor(expected, dtype=dtype).tolist()
+
+
+def test_every_collective_gives_what_torch_says():
+    def run(rank, group):
+        parts = [torch.zeros(2, dtype=torch.int64) for _ in range(3)]
+        dist.all_gather(parts, torch.tensor([rank, rank]), group=group)
+        whole = torch.zeros(6)
+        dist.all_gather_into_tensor(whole, torch.full((2,), float(rank)), group=group)
+        root = torch.full((2, 2), rank)
+        dist.broadcast(root, src=1, group=group)
+        reduced = torch.tensor([rank + 1])
+        dist.reduce(reduced, dst=2, group=group)
+        gathered = [torch.zeros(1) for _ in range(3)] if rank == 0 else None
+        dist.gather(torch.tensor([float(rank)]), gathered, dst=0, group=group)
+        mine = torch.zeros(1)
+        dist.scatter(mine, [torch.tensor([10.0 * n]) for n in range(3)] if rank == 1 else None, src=1, group=group)
+        share = torch.zeros(1)
+        dist.reduce_scatter_tensor(share, torch.arange(3.0), group=group)
+        swapped = torch.zeros(3)
+        dist.all_to_all_single(swapped, torch.arange(3.0) + 10 * rank, group=group)
+        objects = [None] * 3
+        dist.all_gather_object(objects, {"rank": rank, "text": "x" * rank}, group=group)
+        words = [f"of {rank}", rank]
+        dist.broadcast_object_list(words, src=2, group=group)
+        dist.barrier(group=group)
+        values = (parts, whole, root, mine, share, swapped)
+        return (
+            [v.tolist() if isinstance(v, torch.Tensor) else [e.tolist() for e in v] for v in values],
+            reduced.item(),
+            gathered,
+            objects,
+            words,
+        )
+
+    for rank, (values, reduced, gathered, objects, words) in enumerate(_launched(run)):
+        parts, whole, root, mine, share, swapped = values
+        assert parts == [[0, 0], [1, 1], [2, 2]]
+        assert whole == [0, 0, 1, 1, 2, 2]
+        assert root == [[1, 1], [1, 1]]
+        assert reduced == (6 if rank == 2 else rank + 1)
+        assert (gathered == [torch.tensor([float(n)]) for n in range(3)]) if rank == 0 else gathered is None
+        assert (mine, share, swapped) == ([10.0 * rank], [3.0 * rank], [rank, 10.0 + rank, 20.0 + rank])
+        assert objects == [{"rank": n, "text": "x" * n} for n in range(3)]
+        assert words == ["of 2", 2]
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (lambda rank, g: dist.all_reduce(torch.zeros(1 + rank), group=g), shoal.InvalidRequestError, "rank 0 gave inputs .* rank 1 gave"),
+        (
+            lambda rank, g: dist.all_reduce(torch.zeros(2), dist.ReduceOp.BAND, group=g),
+            shoal.ConfigurationError,
+            "ReduceOp.BAND: .* SUM, AVG",
+        ),
+        (
+            lambda rank, g: dist.all_gather([torch.zeros(1)] * 2, torch.zeros(1), group=g),
+            shoal.InvalidRequestError,
+            "one for each of 3 ranks",
+        ),
+        (
+            lambda rank, g: dist.all_gather([torch.zeros(1) for _ in range(3)], torch.zeros(1 + rank), group=g),
+            shoal.InvalidRequestError,
+            "rank 0 expects float32.* from rank 1",
+        ),
+        (
+            lambda rank, g: dist.all_reduce(torch.zeros(1, dtype=(torch.float32, torch.int64)[rank % 2]), group=g),
+            shoal.InvalidRequestError,
+            "int64",
+        ),
+        (lambda rank, g: dist.send(torch.zeros(1), (rank + 1) % 3, group=g), shoal.PreconditionError, "send .*do not survive a fault"),
+        (lambda rank, g: dist.recv(torch.zeros(1), (rank + 1) % 3, group=g), shoal.PreconditionError, "recv .*do not survive a fault"),
+    ],
+)
+def test_what_cannot_be_is_one_error_on_all_ranks(call, kind, message):
+    def run(rank, group):
+        with pytest.raises(kind, match=message):
+            call(rank, group)
+        dist.all_reduce(total := torch.ones(1), group=group)
+        return total.item()
+
+    assert _launched(run) == [3, 3, 3], "and the ranks go on together"
+
+
+def test_a_rank_that_was_told_otherwise_stops_the_call_on_all_ranks():
+    def run(rank, group):
+        if rank == 1:
+            group._asked = (1, 4)  # what a fault leaves behind
+        values = torch.ones(1)
+        with pytest.raises(shoal.MembershipChanged, match="Ask get_rank and get_world_size") as told:
+            dist.all_reduce(values, group=group)
+        assert told.value.reason == "RANKS_CHANGED"
+        assert values.item() == 1
+        dist.barrier(group=group)
+        assert dist.get_world_size(group) == 3
+        dist.all_reduce(values, group=group)
+        return values.item()
+
+    assert _launched(run) == [3, 3, 3]
+
+
+def test_inside_a_step_and_in_a_backward_pass_is_refused():
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, values):
+            return values.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            dist.all_reduce(gradient, group=shoal.process_group())
+            return gradient
+
+    def rank():
+        model, _ = _begin()
+        group = shoal.process_group()
+        with pytest.raises(shoal.PreconditionError, match="in a backward pass"):
+            Backward.apply(torch.ones(1, requires_grad=True)).sum().backward()
+        loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.zeros(8, 2)), global_batch_size=4)
+        batches = iter(loader)
+        (rows,) = next(batches)
+        model(rows).sum().backward()
+        with pytest.raises(shoal.PreconditionError, match=r"all_reduce was called inside a step: call it after optimizer\.step\(\)"):
+            dist.all_reduce(torch.ones(1), group=group)
+
+    shoal.launch(rank, world_size=2)
+
+
+@pytest.mark.usefixtures("fresh_session")
+def test_without_a_job_it_is_a_world_of_one():
+    group = shoal.process_group()
+    try:
+        assert (dist.get_rank(group), dist.get_world_size(group)) == (0, 1)
+        dist.all_reduce(values := torch.tensor([3.0]), group=group)
+        assert values.item() == 3
+        dist.all_gather_object(objects := [None], "x", group=group)
+        assert objects == ["x"]
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    assert not dist.is_initialized()
+
+
+def test_a_default_group_of_the_scripts_own_is_refused():
+    def rank():
+        _begin()
+        world = c10d._world
+        default = world.default_pg
+        assert default is not None, "a launch has one, with the same ranks"
+        world.default_pg = dist.ProcessGroup(shoal.world_size() - 1 - shoal.rank(), 2)
+        try:
+            with pytest.raises(shoal.PreconditionError, match=r"Leave out torch\.distributed\.init_process_group") as told:
+                shoal.process_group()
+        finally:
+            world.default_pg = default
+        return told.value.reason
+
+    assert shoal.launch(rank, world_size=2) == ["DEFAULT_GROUP_EXISTS"] * 2
+
+
+def test_a_metric_of_torchmetrics_takes_the_group():
+    predictions, targets = torch.arange(20) % 4, torch.arange(20) % 3
+
+    def run(rank, group):
+        metric = torchmetrics.classification.MulticlassAccuracy(4, average="micro", process_group=group)
+        kept = torchmetrics.CatMetric(process_group=group)
+        mine = slice(0, 12) if rank == 0 else slice(12, 20)
+        metric.update(predictions[mine], targets[mine])
+        kept.update(predictions[mine].float())
+        return float(metric.compute()), kept.compute().tolist()
+
+    expected = (pytest.approx(float((predictions == targets).float().mean())), predictions.tolist())
+    assert _launched(run, world_size=2) == [expected] * 2

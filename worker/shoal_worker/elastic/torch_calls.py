@@ -1,0 +1,336 @@
+"""`shoal.process_group()`: a process group of torch's whose calls, between steps, are operations of all ranks and survive faults.
+
+Each call of `torch.distributed` with this group is one operation (`operations.py`): all ranks' tensors are exchanged, and every rank works
+out the same results, or the same error, from the same bytes. After a fault it is done again by those who are left.
+
+A script that asked for its rank, or for how many there are, may have put the answer into what it sends: a buffer that one rank fills, a
+list as long as there are ranks, a value divided by their number. torch asks, too, in the middle of gathering objects. So whoever has asked
+is held to the first answer. Where that is not true any more, the next call gives no result, but MembershipChanged on all ranks alike, and
+all begin anew: the script asks again. It is told so even where nobody used an answer: an old one is never used unnoticed.
+
+All of it runs on the training thread. Inside a step calls are refused: a fault there would take the gradients with it. Messages between two
+ranks are refused as well: there is nobody to do them again with.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import torch
+from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
+
+from shoal_worker.backends.collective import Collective, Kind, UnmatchedCollectiveError, check_op, execute, op_name
+from shoal_worker.backends.python_group import PythonGroup, Tensors
+from shoal_worker.state.serial import dump_tensors, load_tensors
+from shoal_worker.torch_internals import Work, c10d, in_backward
+
+if TYPE_CHECKING:
+    from shoal_worker.elastic.group import Channel
+    from shoal_worker.elastic.session import Session
+
+REDUCTIONS: Final = ("SUM", "AVG", "MAX", "MIN", "PRODUCT")
+"""What the group reduces with, by torch's names."""
+
+
+def process_group(session: Session) -> SurvivingGroup:
+    """See `shoal.process_group`."""
+    for group in c10d._world.pg_map:
+        if isinstance(group, SurvivingGroup) and group.session is session:
+            return group
+    default = c10d._world.default_pg
+    if isinstance(default, SurvivingGroup):  # of a session that has ended
+        default = None
+    own = (session.rank, session.world_size)
+    if default is not None and (session.ranks_may_come or (default.rank(), default.size()) != own):
+        raise PreconditionError(
+            f"process_group(): this process has a default process group, in which it is rank {default.rank()} of "
+            f"{default.size()}; in Shoal's job it is rank {session.rank} of {session.world_size}, which faults change. "
+            "Leave out torch.distributed.init_process_group",
+            reason="DEFAULT_GROUP_EXISTS",
+        )
+    group = SurvivingGroup(session)
+    _make_known(group, default=default is None)
+    return group
+
+
+class SurvivingGroup(PythonGroup):
+    """All ranks of a session, whoever they are at a time."""
+
+    backend_name: ClassVar[str] = "shoal_surviving"
+
+    def __init__(self, session: Session) -> None:
+        """`session`: whose ranks."""
+        super().__init__(session.rank, session.world_size, "shoal_surviving")
+        self.session = session
+        self._asked: tuple[int, int] | None = None
+        """(rank, number of ranks) as this process was told when it first asked; None: it has not, since the last change was told."""
+        self._answered: tuple[int, tuple[int, int]] | None = None
+        """(committed steps then, (rank, number of ranks)) of the last operation."""
+
+    # --- who is here
+
+    def rank(self) -> int:
+        """This process's rank: that of the last call since the last step, or else the current one."""
+        return self._told()[0]
+
+    def size(self) -> int:
+        """How many ranks there are, likewise: behind a call, how many took part in it."""
+        return self._told()[1]
+
+    def _told(self) -> tuple[int, int]:
+        place = self.place
+        if self._asked is None:
+            self._asked = place
+        return place
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """What `rank` and `size` would answer; nobody is held to it."""
+        session = self.session
+        if not session.elastic or session.has_left or self._by_itself:
+            return 0, 1
+        if self._answered is not None and self._answered[0] == session.steps:
+            return self._answered[1]
+        return session.rank, session.world_size
+
+    @property
+    def _by_itself(self) -> bool:
+        """The script is not where its peers are, and answers itself (see `Session.operation`)."""
+        return self.session.is_joining or self.session.is_redoing
+
+    # --- what torch's calls come down to
+
+    def _issue(self, call: Collective) -> Work:
+        name = call.kind.value
+        self._check(call, name)
+        payload = self._packed(call)
+
+        def body(channel: Channel) -> list[str]:
+            return [base64.b64encode(each).decode() for each in channel.exchange(payload)]
+
+        told = [_unpacked(each) for each in self.session.operation(f"torch's {name}", body)]
+        self._conclude(call, name, told)
+        return CompletedWork(call.result)
+
+    def _check(self, call: Collective, name: str) -> None:
+        session = self.session
+        if session.elastic and session.is_asynchronous:
+            raise PreconditionError(
+                f"torch.distributed's {name} with shoal.process_group() under strategy='async_sgd': its workers take their steps alone, "
+                "and do not meet; report values by shoal.report"
+            )
+        if in_backward():
+            raise PreconditionError(
+                f"torch.distributed's {name} with shoal.process_group() was called in a backward pass: call it after optimizer.step(), "
+                "before the next batch. Losses over the samples of all ranks cannot be taken by it",
+                reason="STEP_NOT_FINISHED",
+            )
+        if call.op is not None:
+            operator = str(getattr(call.op, "op", call.op)).rpartition(".")[2]
+            if operator not in REDUCTIONS:
+                raise ConfigurationError(f"{name} with ReduceOp.{operator}: shoal.process_group() has {', '.join(REDUCTIONS)}")
+            for one in call.inputs:
+                check_op(call.op, one.dtype)
+        for one in (*call.inputs, *call.outputs):
+            if one.layout is not torch.strided or one.is_meta:
+                raise ConfigurationError(f"{name} of a tensor of layout {one.layout} on {one.device}: expected dense tensors with values")
+
+    def _packed(self, call: Collective) -> bytes:
+        place = self.place
+        sends = call.kind is not Kind.BROADCAST or call.root == place[0]
+        document = {
+            "member": self.session.member_id,
+            "asked": self._asked,
+            "place": place,
+            "op": None if call.op is None else op_name(call.op),
+            "root": call.root,
+            "inputs": [_said(one) for one in call.inputs],
+            "outputs": [_said(one) for one in call.outputs],
+            "sends": sends,
+        }
+        given = {str(number): one.detach() for number, one in enumerate(call.inputs)} if sends else {}
+        return dump_tensors(given, {"call": json.dumps(document)})
+
+    def _conclude(self, call: Collective, name: str, told: Sequence[tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]]) -> None:
+        """Writes this rank's results, or raises what all ranks raise."""
+        documents = [document for document, _ in told]
+        size = len(told)
+        own = next((number for number, each in enumerate(documents) if each["member"] == self.session.member_id), None)
+        before = self._asked or self.place
+        self._answered = None if own is None or self._by_itself else (self.session.steps, (own, size))
+        moved = own is None or any(_has_moved(each, number, size, call.kind) for number, each in enumerate(documents))
+        if moved:
+            self._asked = None
+            raise MembershipChanged(
+                f"torch.distributed's {name} with shoal.process_group(): the ranks are others than a script was told, here rank "
+                f"{before[0]} of {before[1]}; {size} took part. Nothing was written. Ask get_rank and get_world_size of the group again, "
+                "and repeat from where their answers were used",
+                reason="RANKS_CHANGED",
+            )
+        _check_alike(name, call.kind, documents, size)
+        calls = [_rebuilt(call, document, tensors) for document, tensors in told]
+        execute(calls)
+        assert own is not None, "else the ranks are others"
+        with torch.no_grad():
+            for output, result in zip(call.outputs, calls[own].outputs, strict=True):
+                output.data.copy_(result.view(output.shape))
+
+    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+        raise self._refused("send")
+
+    def _receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Work:
+        raise self._refused("recv")
+
+    def _refused(self, name: str) -> PreconditionError:
+        return PreconditionError(
+            f"torch.distributed's {name} with shoal.process_group(): messages between two ranks do not survive a fault. Use all_gather, "
+            "broadcast or scatter, which all ranks call"
+        )
+
+    def _peer(self, rank: int) -> int:
+        return rank
+
+    def _by_rank(self, parts: Sequence[torch.Tensor], field: str) -> Tensors:
+        return list(parts)  # how many there are is checked on all ranks alike, in the operation
+
+    def _rows(self, tensor: torch.Tensor, field: str) -> Tensors:
+        size = self.place[1]
+        if not tensor.is_contiguous() or tensor.numel() % size:
+            return super()._rows(tensor, field) if self._asked in (None, self.place) else [tensor.data]
+        return list(tensor.data.view(size, -1).unbind(0))
+
+
+class CompletedWork(Work):
+    """What is done when it is handed out."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self._result = result
+
+    def wait(self, timeout: Any = None) -> bool:
+        """True."""
+        return True
+
+    def is_completed(self) -> bool:
+        """True."""
+        return True
+
+    def is_success(self) -> bool:
+        """True."""
+        return True
+
+    def exception(self) -> None:
+        """None."""
+
+    def result(self) -> Any:
+        """The tensors as the caller gave them."""
+        return self._result
+
+    def get_future(self) -> Any:
+        """A future that has them."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._result)
+        return future
+
+
+class _SameRanks(Mapping[int, int]):
+    """The ranks of a default process group, which are those of the surviving one, whose number changes."""
+
+    def __init__(self, group: SurvivingGroup) -> None:
+        self._group = group
+
+    def __getitem__(self, rank: int) -> int:
+        if not 0 <= rank < self._group.place[1]:
+            raise KeyError(rank)
+        return rank
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self._group.size()))
+
+    def __len__(self) -> int:
+        return self._group.size()
+
+
+def _make_known(group: SurvivingGroup, *, default: bool) -> None:
+    """Tells torch's Python of the group: `torch.distributed.get_rank(group)` looks for a default group first, whichever is asked for."""
+    world: Any = c10d._world
+    world.pg_map[group] = (group.backend_name, None)
+    world.pg_names[group] = group.group_name
+    world.pg_group_ranks[group] = _SameRanks(group)
+    world.pg_backend_config[group] = f"cpu:{group.backend_name}"
+    if default:
+        world.default_pg = group
+
+
+def _said(tensor: torch.Tensor) -> list[Any]:
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+
+
+def _unpacked(told: str) -> tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]:
+    tensors, document = load_tensors(base64.b64decode(told))
+    return json.loads(document["call"]), tensors
+
+
+def _has_moved(document: Mapping[str, Any], number: int, size: int, kind: Kind) -> bool:
+    """Whether a rank, which is the `number`-th of `size`, made its part of the call for other ranks than these."""
+    actual = [number, size]
+    if document["asked"] is not None and document["asked"] != actual:
+        return True
+    return kind not in (Kind.ALL_REDUCE, Kind.BARRIER) and document["place"] != actual
+
+
+def _check_alike(name: str, kind: Kind, documents: Sequence[Mapping[str, Any]], size: int) -> None:
+    """Raises UnmatchedCollectiveError, on all ranks alike, unless the ranks' parts belong together."""
+    like = kind in (Kind.ALL_REDUCE, Kind.BROADCAST, Kind.REDUCE, Kind.REDUCE_SCATTER)
+    first = documents[0]
+    for number, each in enumerate(documents):
+        for field in ("op", "root", *(("inputs",) if like else ())):
+            if each[field] != first[field]:
+                raise UnmatchedCollectiveError(
+                    f"torch.distributed's {name}: rank 0 gave {field} {first[field]}, rank {number} gave {each[field]}; expected the same "
+                    "on all ranks. shoal.gather takes values that differ in shape"
+                )
+        root = each["root"]
+        if root is not None and not 0 <= root < size:
+            raise UnmatchedCollectiveError(f"torch.distributed's {name}: root {root}; expected 0 to {size - 1}")
+        counts = _COUNTS[kind](len(each["inputs"]), len(each["outputs"]), size, number == root)
+        if not counts:
+            raise UnmatchedCollectiveError(
+                f"torch.distributed's {name}: rank {number} gave {len(each['inputs'])} tensors, and {len(each['outputs'])} for results; "
+                f"expected one for each of {size} ranks where parts go to ranks or come from them"
+            )
+    kinds = {dtype for document in documents for dtype, _ in (*document["inputs"], *document["outputs"])}
+    if len(kinds) > 1:
+        raise UnmatchedCollectiveError(
+            f"torch.distributed's {name} of tensors of {' and '.join(sorted(kinds))}: expected one dtype on all ranks"
+        )
+
+
+_COUNTS: Final[Mapping[Kind, Any]] = {
+    Kind.ALL_REDUCE: lambda given, taken, size, is_root: given == taken,
+    Kind.BROADCAST: lambda given, taken, size, is_root: given == taken,
+    Kind.REDUCE: lambda given, taken, size, is_root: given == taken,
+    Kind.ALL_GATHER: lambda given, taken, size, is_root: taken == given * size,
+    Kind.REDUCE_SCATTER: lambda given, taken, size, is_root: given == taken * size,
+    Kind.GATHER: lambda given, taken, size, is_root: given == 1 and taken == (size if is_root else 0),
+    Kind.SCATTER: lambda given, taken, size, is_root: taken == 1 and given == (size if is_root else 0),
+    Kind.ALL_TO_ALL: lambda given, taken, size, is_root: given == taken == size,
+    Kind.BARRIER: lambda given, taken, size, is_root: True,
+}
+"""Whether a rank's number of inputs and outputs is right, by kind."""
+
+
+def _rebuilt(own: Collective, document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Collective:
+    """A rank's call, with what it sent, and with room for its results."""
+    inputs = [tensors[str(n)] if document["sends"] else _room(said) for n, said in enumerate(document["inputs"])]
+    in_place = own.kind in (Kind.ALL_REDUCE, Kind.BROADCAST, Kind.REDUCE)
+    outputs = inputs if in_place else [_room(said) for said in document["outputs"]]
+    return Collective(kind=own.kind, inputs=inputs, outputs=outputs, op=own.op, root=own.root)
+
+
+def _room(said: Sequence[Any]) -> torch.Tensor:
+    dtype, shape = said
+    return torch.empty(shape, dtype=getattr(torch, dtype))

@@ -35,7 +35,7 @@ def test_integers_are_reduced_by_every_op(op: Any, expected: list[int]) -> None:
 def test_means_and_multiplied_sums() -> None:
     parts = [part.double() for part in _INTEGERS]
     assert reduce_parts(parts, dist.ReduceOp.AVG).tolist() == [11 / 3, 13 / 3]
-    assert reduce_parts(parts, dist.ReduceOp.PREMUL_SUM(0.5)).tolist() == [5.5, 6.5]
+    assert reduce_parts(parts, dist._make_nccl_premul_sum(0.5)).tolist() == [5.5, 6.5]
     assert reduce_parts(parts[:1], dist.ReduceOp.SUM).tolist() == [3, 5]
 
 
@@ -60,7 +60,7 @@ def test_half_precision_is_summed_in_float32_and_rounded_once(dtype: torch.dtype
     ("op", "dtype"),
     [
         (dist.ReduceOp.AVG, torch.int64),
-        (dist.ReduceOp.PREMUL_SUM(2.0), torch.int32),
+        (dist._make_nccl_premul_sum(2.0), torch.int32),
         (dist.ReduceOp.BAND, torch.float32),
         (dist.ReduceOp.MAX, torch.complex64),
     ],

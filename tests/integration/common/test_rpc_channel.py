@@ -189,7 +189,7 @@ def test_a_server_that_says_nothing_runs_into_the_deadline_which_says_what_was_a
         start = time.monotonic()
         with pytest.raises(DeadlineError, match=f"GetJob at {silent_address}"):
             client.get_job("mnist")
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 9  # a client's default deadline is 10 s
 
 
 def test_a_calls_own_deadline_wins_over_the_clients(silent_address):

@@ -189,7 +189,7 @@ def test_a_launcher_that_is_killed_leaves_no_worker_no_service_and_no_files(shel
     killed_at = time.monotonic()
     command.wait()
     command.wait_until_gone()
-    assert time.monotonic() - killed_at < 10
+    assert time.monotonic() - killed_at < 60, "its workers would sleep for five minutes"
     status, _, err = shell.run("status")
     assert (status, "no cluster of yours runs" in err) == (1, True)
     assert list(temporary.iterdir()) == []

@@ -90,7 +90,7 @@ def test_some_thousands_of_arbitrary_messages_change_nothing(cluster: Cluster) -
     shoot_and_judge(cluster, 2_400, SEED, most_growth=_MOST_AT_FIRST)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.timeout(1800)
 def test_a_hundred_thousand_arbitrary_messages_change_nothing(cluster: Cluster) -> None:
     """SHOAL_FUZZ_MESSAGES and SHOAL_FUZZ_SEED say how many, and which."""

@@ -11,10 +11,14 @@ from tests.history.modes import MODES
 from tests.zygote.children import Zygote
 
 FAULTS = 8
-QUICK = {"backups"}
+QUICK, SLOW = {"backups"}, {"moves"}
 
 
-@pytest.mark.parametrize("mode", [mode if mode in QUICK else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES])
+def _mode(mode: str) -> object:
+    return mode if mode in QUICK else pytest.param(mode, marks=pytest.mark.slow if mode in SLOW else pytest.mark.matrix)
+
+
+@pytest.mark.parametrize("mode", [_mode(mode) for mode in MODES])
 def test_a_job_under_faults_keeps_every_promise(zygote: Zygote, tmp_path: Path, mode: str) -> None:
     verdict = Campaign(zygote, tmp_path, mode=mode, seed=7, faults=FAULTS).run()
     assert not verdict.broken, str(verdict)

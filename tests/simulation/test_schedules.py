@@ -12,7 +12,7 @@ from tests.simulation.scenario import LOOPS, STRATEGIES, Scenario
 from tests.simulation.seeds import scenario_of
 
 _FIRST, _SEEDS = 200, 8
-_SLOW_SEEDS, _MATRIX_SEEDS = 40, 128
+_SLOW_SEEDS, _MATRIX_SEEDS = 16, 152
 _SLOW = _FIRST + _SEEDS
 _MATRIX = _SLOW + _SLOW_SEEDS
 _AT_ONCE = 8

@@ -145,6 +145,7 @@ def test_when_a_node_is_killed_the_others_go_on_ray_finds_another_and_the_result
         assert verdict.exactly_once, verdict
 
 
+@pytest.mark.matrix
 def test_workers_above_the_fewest_join_when_ray_has_a_place_for_them(cluster: RayCluster, drive: Any) -> None:
     driver = drive("tell(shoal.ray.run(train, args=(HERE,), workers=(2, 4)))")
     driver.wait_for_steps_of(3)
@@ -200,6 +201,7 @@ ERRORS = """
 """
 
 
+@pytest.mark.matrix
 def test_each_error_is_told_once_and_says_what_to_do(drive: Any) -> None:
     raised, nowhere, not_sent, not_returned, no_script = drive(ERRORS).told()
     assert raised[0] == "LookupError"

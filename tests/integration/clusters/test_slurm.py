@@ -137,12 +137,14 @@ def test_sigterm_to_the_steps_leaves_a_whole_checkpoint_and_the_script_requeues_
     goes_on_from_where_it_stopped(training, training.job)
 
 
+@pytest.mark.matrix
 def test_a_job_that_is_requeued_goes_on_from_its_checkpoint_as_a_new_run(slurm: Slurm, training: Training) -> None:
     training.wait_all_train()
     slurm.ask("scontrol", "requeue", training.job.number)
     goes_on_from_where_it_stopped(training, training.job)
 
 
+@pytest.mark.matrix
 def test_a_job_that_is_preempted_goes_on_when_the_other_is_done(slurm: Slurm, training: Training, tmp_path: Path) -> None:
     training.wait_all_train()
     (other := tmp_path / "other").mkdir()
@@ -164,6 +166,7 @@ def test_the_others_go_on_when_a_machine_is_drained_and_another_dies(slurm: Slur
         slurm.start_node("n3")
 
 
+@pytest.mark.matrix
 def test_parameter_servers_and_workers_are_the_parts_of_one_step(slurm: Slurm, tmp_path: Path) -> None:
     (tmp_path / "train_async.py").write_text(textwrap.dedent(ASYNCHRONOUS))
     job = slurm.submit(SCRIPT_WITH_SERVERS, tmp_path, f"--export=ALL,SHOAL_RECORD_DIR={tmp_path / 'records'}")

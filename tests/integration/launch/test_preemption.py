@@ -80,8 +80,7 @@ def newest_step(shell: Shell) -> int:
     return int(found.name.removeprefix("step-"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("again", [pytest.param(False, marks=pytest.mark.matrix), pytest.param(True, marks=pytest.mark.slow)])
 def test_a_preempted_run_saves_after_its_loop_at_one_border_and_again_takes_each_sample_once(shell: Shell, again: bool) -> None:
     """SHOAL_DRAIN_GRACE_S is left at its default, 1 s, within which the launcher asks both workers to leave."""
     script, _ = preempt(shell)

@@ -209,7 +209,8 @@ def test_a_run_trains_over_tls_and_a_replacement_takes_its_state(cluster: Cluste
     [
         ("zero2", True),
         ("tensor", False),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("local_sgd", True), ("fsdp", True), ("pipeline", False))),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("local_sgd", True), ("pipeline", False))),
+        pytest.param("fsdp", True, marks=pytest.mark.matrix),
     ],
 )
 def test_each_family_of_strategies_trains_over_tls(cluster: Cluster, strategy: str, survives: bool) -> None:

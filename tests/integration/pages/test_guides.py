@@ -11,6 +11,6 @@ from tests.sessions import Session, blocks_of
 GUIDES = Path(__file__).parents[3] / "docs" / "guides"
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_hang_is_told_as_the_guide_says(session: Session) -> None:
     session.follow(blocks_of(GUIDES / "hangs.md"))

@@ -14,7 +14,7 @@ MIGRATION = Path(__file__).parents[3] / "docs" / "migration"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize("page", ["ddp", "accelerate", "trainers"])
+@pytest.mark.parametrize("page", ["ddp", "accelerate", pytest.param("trainers", marks=pytest.mark.matrix)])
 def test_before_and_after_end_with_the_same_parameters(session: Session, page: str) -> None:
     session.follow(blocks_of(MIGRATION / f"{page}.md"))
     before, *others = (

@@ -78,7 +78,7 @@ def test_alone_it_ends_as_lightnings_own_strategy_does(alone: Alone) -> None:
         ("ddp", "kill"),
         pytest.param("zero1", "late", marks=pytest.mark.matrix),
         pytest.param("zero2", "kill", marks=pytest.mark.matrix),
-        ("zero3", "late"),
+        pytest.param("zero3", "late", marks=pytest.mark.matrix),
         pytest.param("fsdp", "kill", marks=pytest.mark.matrix),
     ],
 )
@@ -99,6 +99,7 @@ def test_a_killed_worker_and_its_replacement_change_nothing(shell: Shell, alone:
     torch.testing.assert_close(weights(shell.directory / "run" / "model.ckpt"), weights(model), rtol=0, atol=0)
 
 
+@pytest.mark.matrix
 def test_all_asked_to_leave_and_begun_again_it_ends_as_without(shell: Shell, alone: Alone) -> None:
     expected, _ = alone("zero2")
     directory = shell.directory / "run"

@@ -62,7 +62,7 @@ def finish(command: Any) -> list[dict[str, Any]]:
         ("ddp", "kill", "ddp"),
         pytest.param("zero1", "late", "zero2", marks=pytest.mark.matrix),
         pytest.param("zero2", "kill", "zero2", marks=pytest.mark.matrix),
-        ("zero3", "late", "zero2"),
+        pytest.param("zero3", "late", "zero2", marks=pytest.mark.matrix),
         pytest.param("fsdp", "kill", "zero2", marks=pytest.mark.matrix),
     ],
 )

@@ -80,8 +80,7 @@ def run(*options: str, servers: int = 2) -> list[tuple[float, float]]:
     return [(float(reached), float(best)) for reached, best in re.findall(r"AUC ([\d.]+) of ([\d.]+)", ended.stdout)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "async_sgd"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.matrix), pytest.param("async_sgd", marks=pytest.mark.slow)])
 def test_the_recommender_comes_near_to_what_its_log_allows(strategy: str) -> None:
     found = run("--strategy", strategy, "--samples", "40000", "--epochs", "3")
     assert len(found) == 3
@@ -90,8 +89,7 @@ def test_the_recommender_comes_near_to_what_its_log_allows(strategy: str) -> Non
     assert best - 0.04 < reached < best
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "async_sgd"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.matrix), pytest.param("async_sgd", marks=pytest.mark.slow)])
 def test_the_recommender_goes_on_from_a_checkpoint_as_if_its_servers_had_lived_on(tmp_path: Path, strategy: str) -> None:
     """On other servers the model is what it was; what is trained from it depends on who came first under async_sgd alone."""
     options = ["--strategy", strategy, "--samples", "20000"]

@@ -9,8 +9,12 @@ from benchmarks.planned import COMPARED, TOLERANCE, Compared, compare
 _HELD = [each for each in COMPARED if each.ranks == 2 and each.label != "local_sgd"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("compared", _HELD, ids=lambda compared: compared.label)
+def _case(compared: Compared) -> object:
+    mark = pytest.mark.slow if compared.label in ("zero2", "tensor t2 d1") else pytest.mark.matrix
+    return pytest.param(compared, id=compared.label, marks=mark)
+
+
+@pytest.mark.parametrize("compared", [_case(each) for each in _HELD])
 def test_a_run_holds_and_sends_what_was_planned(compared: Compared) -> None:
     outcome = compare(compared)
     assert outcome.planned["held"] == pytest.approx(outcome.measured["held"], rel=TOLERANCE)

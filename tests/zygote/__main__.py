@@ -16,6 +16,7 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 import atexit
 import ctypes
+import faulthandler
 import gc
 import json
 import select
@@ -85,6 +86,7 @@ def become(command: dict[str, Any]) -> NoReturn:
     output = os.open(command["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
+    faulthandler.enable()
     os.environ.update(command["environment"])
     status: Any = 1
     try:

@@ -48,6 +48,8 @@ class Child:
     def wait(self) -> int:
         """Its exit status; that of a signal is negative, as Popen has it."""
         if not self.ended.wait(PATIENCE_S):
+            self.kill(signal.SIGABRT)  # at which it says where each of its threads is
+            self.ended.wait(PATIENCE_S)
             pytest.fail(f"process {self.pid} did not end; it said: {self.said()}")
         assert self.status is not None
         return self.status

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from shoal_common.processes import tied_to_parent
 
-PATIENCE_S = 100.0
+PATIENCE_S = 200.0
 
 
 def eventually(condition: Callable[[], Any], what: str | Callable[[], str], *, within_s: float = PATIENCE_S) -> Any:

@@ -31,5 +31,5 @@ class _Numbered(_NumberedStream):
 
 
 def numbered(batches: Any) -> _NumberedStream:
-    """The same batches for `evaluate`, each as a pair of its number and itself."""
+    """A loader of the given loader's batches for `evaluate`, each as a pair of its number and itself."""
     return _Numbered(batches) if hasattr(type(batches), "__len__") else _NumberedStream(batches)

@@ -71,7 +71,7 @@ class Worker:
         return self._said() == "finished"
 
     def may_hang(self, quiet: timedelta) -> bool:
-        """It is a member, has not come to its end, and has committed no step for so long."""
+        """Whether this worker is a member of its job, has not come to its script's end, and has committed no step for as long as given."""
         if self._said() != "joined":
             return False
         tally = read_tally(self.tally_file)

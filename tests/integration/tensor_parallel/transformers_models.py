@@ -64,7 +64,7 @@ GENERATING = tuple(family for family in FAMILIES if family not in ("bert", "vit"
 
 
 def build(family: str) -> nn.Module:
-    """The same on each call, in float64."""
+    """A small model of the family, in float64, with the same values on each call."""
     torch.manual_seed(0)
     return FAMILIES[family]().double()
 

@@ -184,7 +184,7 @@ def test_a_form_that_is_not_known_is_no_reason_to_overlook_one() -> None:
 
 
 def _anchors(page: str) -> set[str]:
-    """As GitHub makes them of a page's headings."""
+    """The anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page, flags=re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -53,7 +53,7 @@ class ShardsRead:
     """Where an epoch stands: what is committed of which shards."""
 
     lanes: tuple[Place | None, ...]
-    """For each lane how far it has read the shard that it has; None: it has read its last one to the end."""
+    """By lane, the number of items that were read of the shard which the lane has; None: the lane has read its last shard to the end."""
     next_shard: int = 0
     """First shard, in the epoch's order, that no lane was given."""
     waiting: tuple[Place, ...] = ()

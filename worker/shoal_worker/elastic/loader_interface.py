@@ -154,7 +154,7 @@ class LoaderSession(Protocol):
         ...
 
     def wait_for_others(self, what: str | None) -> None:
-        """From here on, until it is called with None, this rank waits for the others' part of `what`: who hangs meanwhile is put out."""
+        """Tells that this rank waits for the others' part of `what`, until it is called with None: who hangs meanwhile is put out."""
         ...
 
 

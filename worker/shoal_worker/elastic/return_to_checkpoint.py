@@ -28,7 +28,11 @@ class ReturnToCheckpoint:
         self._borders = borders
 
     def go_back(self, lost: StateLostError) -> None:
-        """To the newest checkpoint: the steps since then are undone, and the loader deals their samples again. Raises StateLostError."""
+        """Goes back to the newest checkpoint: the steps since then are undone, and the loader deals their samples again.
+
+        Raises:
+            StateLostError: there is no checkpoint to go back to.
+        """
         if self.load is None or self.under_way:
             raise lost
         _log.warning("%s; going back to the newest checkpoint", lost)

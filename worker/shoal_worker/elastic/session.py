@@ -399,7 +399,7 @@ class Session:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Its workers begin and end at any time, and take steps of their own."""
+        """Whether workers of this session's job begin and end at any time, and take steps of their own (`async_sgd`)."""
         return self._held.has_engine and self._held.engine.asynchronous
 
     @property

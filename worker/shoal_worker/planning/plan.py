@@ -77,7 +77,7 @@ class Plan:
         return render(self)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as JSON's types; bytes and seconds."""
+        """The whole plan as JSON's types; memory in bytes, times in seconds."""
         best = self.recommended
         content = dataclasses.asdict(self)
         for told, each in zip(content["strategies"], self.strategies, strict=True):

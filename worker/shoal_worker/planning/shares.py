@@ -63,7 +63,7 @@ def _whole(subject: Subject) -> tuple[float, float]:
 
 
 def ddp(subject: Subject, world_size: int, samples: float) -> Costs:
-    """All of the model on each rank; gradients lie in the buckets that are summed."""
+    """What `ddp` costs: each rank holds all of the model, and its gradients lie in the buckets that are summed."""
     parameters, state = _whole(subject)
     trained = list(subject.trained.values())
     buckets = lay_out(

@@ -48,7 +48,7 @@ class Trains(Protocol):
 
     @property
     def optimizer(self) -> ShardedOptimizer:
-        """Its optimizer."""
+        """The optimizer of the model that trains."""
         ...
 
     def note_who_writes(self) -> None:

@@ -102,7 +102,7 @@ class ShoalStrategy(Strategy):
 
     @property
     def optimizer(self) -> ShardedOptimizer:
-        """Its optimizer."""
+        """The optimizer of the model that trains."""
         (optimizer,) = self.optimizers
         assert isinstance(optimizer, ShardedOptimizer)
         return optimizer

@@ -286,7 +286,7 @@ def test_a_command_without_a_certificate_is_not_let_in(cluster: Cluster, command
 
 
 def test_a_failure_on_one_machine_reaches_the_other_by_a_workers_token(cluster: Cluster) -> None:
-    """Of a plain script, whose workers are no members: its launchers alone can tell each other."""
+    """Workers of a plain script are no members of a job: only their launchers can tell each other of a failure."""
     script = cluster.shell.script(PLAIN, name="plain.py")
     started = [
         cluster.run("plain", "--nnodes", "2", "--node-rank", str(rank), *cluster.flags("worker@plain"), script, cluster.shell.directory)

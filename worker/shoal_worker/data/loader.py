@@ -60,7 +60,7 @@ class EvaluationBatches:
         return math.ceil(self._length / self._size)
 
     def __iter__(self) -> Iterator[Any]:
-        """All of them."""
+        """All batches of an epoch, in order."""
         return (batch for _, batch in self.read(range(len(self))))
 
     def read(self, numbers: Iterable[int]) -> Iterator[tuple[int, Any]]:

@@ -67,7 +67,7 @@ class StreamedEvaluation:
         self._seed = seed
 
     def __iter__(self) -> Iterator[Any]:
-        """All of them."""
+        """All batches of the stream, from its first item on."""
         return (batch for _, batch in self.read(itertools.count()))
 
     def read(self, numbers: Iterable[int]) -> Iterator[tuple[int, Any]]:

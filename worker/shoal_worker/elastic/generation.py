@@ -101,7 +101,7 @@ class AskedPeers(Sequence[Peer]):
         return [self._known[rank] for rank in ranks]
 
     def all(self) -> tuple[Peer, ...]:
-        """All of them."""
+        """All peers of the generation, by rank."""
         whole = self.settle()
         if whole is not None:
             return whole

@@ -81,7 +81,7 @@ class DataAxis(abc.ABC):
 
 
 class Replicated(DataAxis):
-    """All of them."""
+    """The data axis where each rank of it holds all values."""
 
     def gather(self) -> None:
         """See `DataAxis`: they are whole."""

@@ -129,8 +129,10 @@ class Allotment:
         self._advance()
 
     def to_read(self, lane: int) -> tuple[Place, int] | None:
-        """The place from which the lane's owner is to read in this round, and the most items that it is to read. 0 items: only whether there
-        are more is asked. None: there is nothing to read."""
+        """The place from which the lane's owner is to read in this round, and the most items that it is to read.
+
+        0 items: only whether there are more is asked. None: there is nothing to read.
+        """
         one = self._lanes[lane]
         return (one.at, one.want - one.have) if one.at is not None and (one.lacks or not one.known) else None
 

@@ -45,6 +45,13 @@ class Child:
             with contextlib.suppress(ProcessLookupError):  # it has ended, and the zygote has not said so yet
                 os.kill(self.pid, number)
 
+    def kill_beside(self, number: signal.Signals) -> None:
+        """Sends the signal so that it does not wake the main thread, as one that comes just before that thread begins to wait."""
+        threads = sorted(int(task.name) for task in Path(f"/proc/{self.pid}/task").iterdir())
+        open_to_it = [thread for thread in threads if thread != self.pid and not _blocks(self.pid, thread, number)]
+        assert open_to_it, f"process {self.pid} has no thread but its main one that takes {number.name}"
+        os.kill(open_to_it[0], number)  # Linux: to the process, and to this thread first
+
     def wait(self) -> int:
         """Its exit status; that of a signal is negative, as Popen has it."""
         if not self.ended.wait(PATIENCE_S):
@@ -57,6 +64,13 @@ class Child:
     def said(self) -> str:
         """All that it wrote."""
         return self.output.read_text() if self.output.exists() else "nothing"
+
+
+def _blocks(pid: int, thread: int, number: signal.Signals) -> bool:
+    """Whether a thread takes no such signals."""
+    status = Path(f"/proc/{pid}/task/{thread}/status").read_text()
+    mask = next(line.split()[1] for line in status.splitlines() if line.startswith("SigBlk:"))
+    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 class Zygote:

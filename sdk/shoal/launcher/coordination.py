@@ -32,6 +32,8 @@ from shoal.launcher.jobs import new_job_id
 from shoal.launcher.process import ExitStatus
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_LOOK_MS: Final = 500
+"""A signal that comes just before a wait begins does not end it: its handler runs when this is over."""
 
 
 class Coordination:
@@ -85,9 +87,11 @@ class Coordination:
                 poller.register(ending, select.POLLIN)
                 if self._coordinator.is_running:
                     poller.register(self._coordinator.pidfd, select.POLLIN)
-                if any(descriptor == ending for descriptor, _ in poller.poll()):
+                ready = {descriptor for descriptor, _ in poller.poll(_LOOK_MS)}
+                if ending in ready:
                     return child.wait()
-                self._coordinator.keep_up()
+                if ready:
+                    self._coordinator.keep_up()
         finally:
             os.close(ending)
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from functools import partial
 from typing import Protocol
 
 import torch
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
-from shoal_worker.asynchronous.background import in_background
+from shoal_worker.asynchronous.background import in_background, wait_for_all
 from shoal_worker.asynchronous.ledger import Ledger
 from shoal_worker.asynchronous.tensors import HostTensor, Partition
 
@@ -57,13 +57,13 @@ class Prefetch:
 
     def wait(self) -> None:
         """Returns when it is over, or has not begun."""
-        wait(self._pulls)
+        wait_for_all(self._pulls)
 
     @torch.no_grad()
     def land(self) -> bool:
         """Writes what has come to where the tensors receive values, and waits for it. False: nothing has, or not from all servers."""
         pulls, self._pulls = self._pulls, []
-        wait(pulls)
+        wait_for_all(pulls)
         for pull in pulls:
             if (error := pull.exception()) is not None:
                 _log.debug("values were not pulled ahead: %s", error)

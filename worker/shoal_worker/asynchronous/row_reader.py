@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Final, TypeVar
 
@@ -22,7 +22,7 @@ from shoal_common.tables.wire import by_bucket, pulled_ids
 from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
-from shoal_worker.asynchronous.background import in_background
+from shoal_worker.asynchronous.background import in_background, wait_for_all
 from shoal_worker.asynchronous.job import Job
 from shoal_worker.tables import LookedUp
 
@@ -169,7 +169,7 @@ class RowReader:
         else:
             futures = [self._servers.submit(self._read_server, client, share, shard_map.epoch, ids, values) for client, share in reads]
             try:
-                wait(futures)  # also where one has failed: the others write to `values`
+                wait_for_all(futures)  # also where one has failed: the others write to `values`
             except BaseException:  # Ctrl-C: the interpreter would wait for the threads before it ends
                 self.close()
                 raise

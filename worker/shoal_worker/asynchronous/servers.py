@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from typing import Final, TypeVar
@@ -22,6 +22,7 @@ import xxhash
 from shoal_common.errors import ShoalError
 from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 
+from shoal_worker.asynchronous.background import wait_for_all
 from shoal_worker.asynchronous.delivery import Delivery, Pushed, ShardMapChanged
 from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.ledger import Ledger
@@ -179,7 +180,7 @@ class ParameterServers:
             return [call(self._links[0])]
         futures: list[Future[AnswerT]] = [self._pool.submit(call, link) for link in self._links]
         try:
-            wait(futures)
+            wait_for_all(futures)
         except BaseException:  # Ctrl-C: the interpreter would wait for the threads before it ends
             self._closing.set()
             self._abort()

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
         save_checkpoint,
         shutdown,
         track,
+        whole_batch,
         world_size,
     )
     from shoal_worker.backends.base import CommunicationBackend
@@ -186,6 +187,7 @@ __all__ = [
     "save_checkpoint",
     "shutdown",
     "track",
+    "whole_batch",
     "world_size",
 ]
 

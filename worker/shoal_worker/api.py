@@ -27,6 +27,7 @@ from shoal_worker.elastic.evaluation import evaluate as _evaluate
 from shoal_worker.elastic.fixed import check_own
 from shoal_worker.elastic.loader_interface import StepStatus
 from shoal_worker.elastic.worker_process import current_session, find_session, open_session
+from shoal_worker.engine import whole_batch as whole_batches
 from shoal_worker.engine.model_session import ModelSession
 from shoal_worker.engine.several_models import SeveralEngines
 from shoal_worker.settings import WorkerSettings
@@ -68,6 +69,7 @@ __all__ = [
     "save_checkpoint",
     "shutdown",
     "track",
+    "whole_batch",
     "world_size",
 ]
 
@@ -155,6 +157,7 @@ def as_distributed(
         )
         for one, (its_optimizer, compressor), own in zip(models, taken_apart, among, strict=True)
     ]
+    whole_batches.prepare(session, registry.why_no_whole_batch(model_class.declaration, config))
     if several:
         return tuple(one for one, _ in distributed), tuple(wrapped for _, wrapped in distributed)
     alone, wrapped = distributed[0]
@@ -386,6 +389,33 @@ def process_group() -> ProcessGroup:
             step (STEP_NOT_FINISHED), under async_sgd, and for messages between two ranks.
     """
     return torch_calls.process_group(current_session())
+
+
+@overload
+def whole_batch(tensor: torch.Tensor, /) -> torch.Tensor: ...
+@overload
+def whole_batch(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]: ...
+def whole_batch(*tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """In a step, the rows of all ranks' samples, in the order of the global batch: for losses that compare samples, as contrastive ones.
+
+    Each rank computes the loss of the whole batch from them, and the step is then that of one process, to rounding, whatever the ranks'
+    shares. Gradients go to each rank's own rows. Every rank calls it, in the same order, as often as the others; what is computed behind it
+    must be the same on all ranks (no dropout there). Without other ranks, and outside of steps, as in evaluation, it gives the rank's own.
+
+    Args:
+        tensors: one, or several with the same number of rows, of shapes (rows, ...): features, labels. Ranks may have different numbers of
+            rows.
+
+    Returns:
+        A tensor of shape (all rows, ...), or a tuple of them for several.
+
+    Raises:
+        ConfigurationError: tensors without rows, or with different numbers of them; loaders with micro_batch_size=; loss_reduction="sum";
+            tensor, pipeline, hybrid, local_sgd and async_sgd, whose ranks do not meet in passes with samples of their own.
+        PreconditionError: before `as_distributed`; or ranks gave tensors of different kinds (RANKS_DIVERGED).
+    """
+    whole = whole_batches.whole_batch(current_session(), tensors)
+    return whole[0] if len(whole) == 1 else tuple(whole)
 
 
 def print_once(*values: Any, **options: Any) -> None:

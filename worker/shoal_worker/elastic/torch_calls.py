@@ -125,7 +125,7 @@ class SurvivingGroup(PythonGroup):
         if in_backward():
             raise PreconditionError(
                 f"torch.distributed's {name} with shoal.process_group() was called in a backward pass: call it after optimizer.step(), "
-                "before the next batch. Losses over the samples of all ranks cannot be taken by it",
+                "before the next batch. For losses over the samples of all ranks there is shoal.whole_batch",
                 reason="STEP_NOT_FINISHED",
             )
         if call.op is not None:

@@ -1,12 +1,9 @@
 """SyncBatchNorm in an elastic job: each layer normalizes by the samples of all ranks.
 
 torch's own layer asks the default process group, which an elastic job does not have, and CUDA. So the layers of a model that is trained are
-made `SynchronizedNorm`, and gather by a group that lasts as long as the generation. That group is a connection apart: gradients are sent
-while a backward pass goes on, in an order that need not be the same on all ranks where some parameters are used on some ranks alone.
+made `SynchronizedNorm`, and ask the other ranks in the pass (`ranks_in_passes.py`).
 
-Statistics weigh the values as the step weighs its samples: a rank with fewer of them counts less, one with a stand-in batch nothing. A
-gather that fails makes the step lost, and nothing is raised into the pass (`failed_collectives.py`). All of it runs where passes run: on
-the training thread, or on torch's thread for a backward pass, while the training thread waits.
+Statistics weigh the values as the step weighs its samples: a rank with fewer of them counts less, one with a stand-in batch nothing.
 
 Ioffe and Szegedy, "Batch Normalization", 2015, section 3, over all ranks' samples.
 """
@@ -16,14 +13,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from shoal_common.errors import ConfigurationError, MembershipChanged
-from shoal_common.failpoints import failpoint
+from shoal_common.errors import ConfigurationError
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.strategy_interface import StrategySession
-from shoal_worker.engine.failed_collectives import LosingStep
+from shoal_worker.engine.ranks_in_passes import RanksInPasses
 from shoal_worker.torch_internals import _BatchNorm
 
 
@@ -68,11 +63,8 @@ class NormsOfRanks:
 
     def __init__(self, session: StrategySession, *, sums: bool) -> None:
         """See `synchronize_norms`."""
-        self._session = session
+        self._ranks = RanksInPasses(session, "synchronized norms")
         self._sums = sums
-        self._generation: Group | None = None
-        """The group of the generation that `_apart` belongs to."""
-        self._apart: Group | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
@@ -86,19 +78,13 @@ class NormsOfRanks:
         Raises:
             ConfigurationError: the step is cut into micro-batches.
         """
-        session = self._session
-        step = session.step
-        if step is None or step.share is None or session.is_joining:
-            return None
-        if step.in_micro_batches:
+        if self._ranks.in_micro_batches:
             raise ConfigurationError(
                 "the model has a SyncBatchNorm, and the loader has micro_batch_size=: ranks have different numbers of micro-batches, so a "
                 "layer cannot normalize over all ranks. Leave out micro_batch_size=, or use BatchNorm or GroupNorm"
             )
-        if session.group is None or session.group.world_size == 1 or step.lost is not None:
-            return None
-        weight = step.share.weight / step.share.total_weight if step.share.total_weight else 0.0
-        return float(weight > 0) if self._sums else weight
+        weight = self._ranks.weight
+        return float(weight > 0) if weight is not None and self._sums else weight
 
     def normalize(self, layer: nn.SyncBatchNorm, values: torch.Tensor, factor: float) -> torch.Tensor:
         """Normalizes `values` of shape (samples, channels, ...) over all ranks, and tells the layer's running statistics."""
@@ -139,26 +125,7 @@ class NormsOfRanks:
         return _Statistics(mean=mean.to(wide.dtype), variance=variance.to(wide.dtype), values=total)
 
     def _gather(self, own: torch.Tensor) -> torch.Tensor | None:
-        """Everybody's flat `own`, a row for each rank; None: the step is lost."""
-        step = self._session.step
-        if step is None or step.lost is not None:
-            return None
-        with LosingStep(self._session) as gathering:
-            group = self._connected()
-            failpoint("norms.before_gather")
-            sent = own.to(group.device)
-            rows = sent.new_empty(group.world_size * sent.numel())
-            group.wait(group.all_gather_async(rows, sent))
-        return None if gathering.failed else rows.view(-1, own.numel()).to(own.device)
-
-    def _connected(self) -> Group:
-        group = self._session.group
-        if group is None:
-            raise MembershipChanged("there is no group")
-        if self._apart is None or self._generation is not group:
-            self._apart = group.connected_again("synchronized norms")
-            self._generation = group
-        return self._apart
+        return self._ranks.gather(own, at="norms.before_gather")
 
 
 class _Normalized(torch.autograd.Function):

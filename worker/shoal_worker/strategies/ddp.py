@@ -29,7 +29,7 @@ class DDPModel(ShardedModel):
         compressor="powersgd",
         complex_parameters=True,
         sparse_tables=True,
-        synchronized_norms=True,
+        meets_in_passes=True,
         several_models=True,
     )
 

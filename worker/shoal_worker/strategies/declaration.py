@@ -33,8 +33,8 @@ class Strategy:
     """The compressor that suits it over slow links; None: it takes no `gradient_compression=`."""
     complex_parameters: bool = False
     """It trains complex parameters."""
-    synchronized_norms: bool = False
-    """It trains models with SyncBatchNorm layers, which normalize over all ranks."""
+    meets_in_passes: bool = False
+    """All ranks pass samples of their own at the same time, so a pass may ask the others: SyncBatchNorm layers, `shoal.whole_batch`."""
     sparse_tables: bool = False
     """It trains models with sparse tables."""
     several_models: bool = False

@@ -126,6 +126,21 @@ def check_several(strategy: Strategy, models: Sequence[nn.Module], config: Shard
                 )
 
 
+def why_no_whole_batch(strategy: Strategy, config: ShardingConfiguration) -> str | None:
+    """Why `shoal.whole_batch` cannot be used in this run, and what to do; None: it can."""
+    if not strategy.meets_in_passes:
+        return (
+            f"with strategy={strategy.name!r} a rank cannot ask the others in a pass: take {_those(lambda other: other.meets_in_passes)}, "
+            "or compute the loss of each rank's own samples"
+        )
+    if config.loss_reduction == "sum":
+        return (
+            'with loss_reduction="sum" the loss of the whole batch, which each rank computes, would count once for each rank: use "mean", '
+            "and multiply the loss yourself"
+        )
+    return None
+
+
 def check_model(strategy: Strategy, module: nn.Module, config: ShardingConfiguration) -> None:
     """Raises ConfigurationError: a setting, or a parameter, that the strategy does not know."""
     name = strategy.name
@@ -142,10 +157,10 @@ def check_model(strategy: Strategy, module: nn.Module, config: ShardingConfigura
                 f"{field}={value!r} with strategy={name!r}, which does not know it: {instead.format(known=_those_that_know(field))}"
             )
     synchronized = next((path for path, each in module.named_modules() if isinstance(each, nn.SyncBatchNorm)), None)
-    if synchronized is not None and not strategy.synchronized_norms:
+    if synchronized is not None and not strategy.meets_in_passes:
         raise ConfigurationError(
             f"{synchronized or 'the model'} is a SyncBatchNorm, and with strategy={name!r} a rank's layers cannot ask the others in a "
-            f"pass: take {_those(lambda other: other.synchronized_norms)}, or use BatchNorm, whose running statistics are averaged"
+            f"pass: take {_those(lambda other: other.meets_in_passes)}, or use BatchNorm, whose running statistics are averaged"
         )
     if (tables := tables_of(module)) and not strategy.sparse_tables:
         raise ConfigurationError(

@@ -28,7 +28,7 @@ class ZeRO1Model(ShardedModel):
         options=OPTIONS,
         settings=SETTINGS,
         compressor="topk",
-        synchronized_norms=True,
+        meets_in_passes=True,
         several_models=True,
     )
 

@@ -28,7 +28,7 @@ class ZeRO3Model(ShardedModel):
         options=OPTIONS,
         settings=SETTINGS | {"shard_modules"},
         compressor="topk",
-        synchronized_norms=True,
+        meets_in_passes=True,
         several_models=True,
     )
 

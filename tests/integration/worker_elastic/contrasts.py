@@ -1,0 +1,28 @@
+"""A script whose loss compares the samples of all ranks. Says what it has trained as one JSON file in OUTPUT."""
+
+import json
+import os
+from pathlib import Path
+
+import shoal
+import torch
+from torch import nn
+
+torch.set_num_threads(1)
+shoal.init()
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)).double()
+model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.5), strategy=os.environ["STRATEGY"])
+samples = torch.randn(72, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(samples, torch.arange(72) % 3), global_batch_size=8, shuffle=False)
+for _ in loader.epochs(2):
+    for x, kinds in loader:
+        features = shoal.whole_batch(nn.functional.normalize(model(x), dim=1))
+        kinds = shoal.whole_batch(kinds)
+        alike = (kinds[:, None] == kinds).double()  # of both, whatever becomes of the step
+        nn.functional.binary_cross_entropy_with_logits(features @ features.T, alike).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+trained = {name: value.tolist() for name, value in model.full_state_dict().items()}
+told = {"trained": trained, "steps": loader.global_step, "world": shoal.world_size()}
+Path(os.environ["OUTPUT"], f"{os.environ['SHOAL_MEMBER_ID']}.json").write_text(json.dumps(told))

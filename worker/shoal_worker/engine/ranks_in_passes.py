@@ -1,0 +1,75 @@
+"""The other ranks, for what asks them in the middle of a pass: synchronized norms, and losses over the whole batch.
+
+They are asked over a connection apart, which lasts as long as the generation. Gradients are sent while a backward pass goes on, in an order
+that need not be the same on all ranks where some parameters are used on some ranks alone; on one connection a gather could meet a sum.
+
+A gather that fails makes the step lost, and nothing is raised into the pass (`failed_collectives.py`). All of it runs where passes run: on
+the training thread, or on torch's thread for a backward pass, while the training thread waits.
+"""
+
+from __future__ import annotations
+
+import torch
+from shoal_common.errors import MembershipChanged
+from shoal_common.failpoints import failpoint
+
+from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.strategy_interface import StrategySession
+from shoal_worker.engine.failed_collectives import LosingStep
+
+
+class RanksInPasses:
+    """The ranks of a step. All of them gather in the same order."""
+
+    def __init__(self, session: StrategySession, name: str) -> None:
+        """`name`: of the connection."""
+        self._session = session
+        self._name = name
+        self._generation: Group | None = None
+        """The group of the generation that `_apart` belongs to."""
+        self._apart: Group | None = None
+
+    @property
+    def weight(self) -> float | None:
+        """This rank's part of the weight of the step's samples, 0 to 1; None: this pass is in no step with other ranks."""
+        session = self._session
+        step = session.step
+        if step is None or step.share is None or session.is_joining:
+            return None
+        if session.group is None or session.group.world_size == 1 or step.lost is not None:
+            return None
+        return step.share.weight / step.share.total_weight if step.share.total_weight else 0.0
+
+    @property
+    def in_micro_batches(self) -> bool:
+        """This pass is of one of a step's micro-batches, of which ranks have different numbers."""
+        step = self._session.step
+        return step is not None and step.in_micro_batches and not self._session.is_joining
+
+    @torch.no_grad()
+    def gather(self, own: torch.Tensor, *, at: str) -> torch.Tensor | None:
+        """Everybody's flat `own`, of the same length, a row for each rank; None: the step is lost. `at`: name of the failpoint."""
+        step = self._session.step
+        if step is None or step.lost is not None:
+            return None
+        with LosingStep(self._session) as gathering:
+            group = self._connected()
+            failpoint(at)
+            sent = own.to(group.device)
+            rows = sent.new_empty(group.world_size * sent.numel())
+            group.wait(group.all_gather_async(rows, sent))
+        return None if gathering.failed else rows.view(-1, own.numel()).to(own.device)
+
+    @property
+    def rank(self) -> int:
+        """This rank's row of what was gathered last."""
+        return self._apart.rank if self._apart is not None else 0
+
+    def _connected(self) -> Group:
+        group = self._session.group
+        if group is None:
+            raise MembershipChanged("there is no group")
+        if self._apart is None or self._generation is not group:
+            self._apart = group.connected_again(self._name)
+            self._generation = group
+        return self._apart

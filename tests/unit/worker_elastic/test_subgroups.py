@@ -88,6 +88,27 @@ def test_each_axis_sums_over_its_own_ranks(make_backend: Callable[[], Communicat
 
 
 @pytest.mark.parametrize("make_backend", BACKENDS)
+def test_connections_of_one_name_are_apart(make_backend: Callable[[], CommunicationBackend]) -> None:
+    """As those of several models: each asks the ranks in its own passes, over connections of its own."""
+
+    def do(group: Group) -> Any:
+        again = [group.connected_again("the models") for _ in range(2)]
+        halves = [group.subgroup([0, 1], "half"), group.subgroup([0, 1], "half")]
+        tensors = [torch.tensor([float(10**group.rank)]), torch.tensor([2.0 * 10**group.rank])]
+        order = (0, 1) if group.rank % 2 else (1, 0)
+        works = {number: again[number].all_reduce_async(tensors[number]) for number in order}
+        for number in order:
+            again[number].wait(works[number])
+        sums = [int(tensor) for tensor in tensors]
+        for part in halves:
+            if part is not None:
+                part.all_reduce(tensors[0])
+        return sums, int(tensors[0])
+
+    assert ranks(make_backend, do) == [([1111, 2222], 4444), ([1111, 2222], 4444), ([1111, 2222], 1111), ([1111, 2222], 1111)]
+
+
+@pytest.mark.parametrize("make_backend", BACKENDS)
 def test_messages_of_which_few_are_long_come_whole_and_in_order(make_backend: Callable[[], CommunicationBackend]) -> None:
     said = [b"short", bytes(range(256)) * 5000, b"", b"other"]
 

@@ -16,6 +16,7 @@ import dataclasses
 import re
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -103,6 +104,8 @@ class Group:
         self.waiting: Waiting = parent.waiting if parent is not None else Waiting(store if isinstance(store, RedisStore) else None)
         """What the training thread waits for in here."""
         self._parts: list[Group] = []
+        self._connections: Counter[str] = Counter()
+        """How many parts were connected under each name: the store of each is its own."""
         self._reason: str | None = None
         self._lock = threading.Lock()
         self._guarded: list[socket.socket] = []
@@ -159,7 +162,7 @@ class Group:
 
         Args:
             ranks: of this group, each once. All of them in order: the answer is this group itself.
-            name: of the part; used for no other ranks of this group.
+            name: of the part; used for no other ranks of this group. These may connect several under one name, in one order.
 
         Raises:
             ConfigurationError: ranks that are not this group's, or twice the same.
@@ -185,6 +188,8 @@ class Group:
     def _connect_part(self, members: list[int], name: str) -> Group:
         if self._opening is None:
             raise ConfigurationError(f"subgroup({members}): this group cannot be divided further; divide the generation's own")
+        self._connections[name] += 1  # of several models each may connect its own
+        name = f"{name} {self._connections[name]}"
         store, backend = self._opening.store(name), self._opening.make_backend()
         generation = self.generation.part(members)
         part = self._adopt(Group(generation, backend, store, parent=self))

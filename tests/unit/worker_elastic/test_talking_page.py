@@ -18,10 +18,23 @@ def test_the_pages_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["epoch 0", "epoch 1"]
 
 
+def test_the_pages_loss_over_the_whole_batch_trains_the_same_on_any_number_of_ranks() -> None:
+    def rank() -> list[float]:
+        known: dict[str, object] = {}
+        exec(compile(examples("talking.md")[1], "talking.md, losses over the whole batch", "exec"), known)
+        net = known["net"]
+        assert isinstance(net, nn.Module)
+        return [float(parameter.detach().norm()) for parameter in net.parameters()]
+
+    (alone,) = shoal.launch(rank, world_size=1)
+    for found in shoal.launch(rank, world_size=3):
+        assert found == pytest.approx(alone, rel=1e-4)
+
+
 @pytest.mark.usefixtures("fresh_session")
 def test_the_pages_example_of_torchs_own_functions_runs(capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        exec(compile(examples("talking.md")[1], "talking.md, the second example", "exec"), {})
+        exec(compile(examples("talking.md")[2], "talking.md, torch's own functions", "exec"), {})
     finally:
         dist.destroy_process_group()
     assert capsys.readouterr().out == "1 ranks\n"

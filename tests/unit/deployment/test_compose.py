@@ -141,6 +141,12 @@ def test_the_gpu_override_changes_services_that_exist_and_builds_a_stage_that_ex
     assert [part for part in gpu if part not in cpu] == ["--nproc-per-node=gpu"]
 
 
+def test_the_gpu_image_has_a_compiler_for_inductor_and_runs_without_root_privileges() -> None:
+    stage = STAGES[GPU["services"]["worker"]["build"]["target"]]
+    assert re.search(r"apt-get install --yes --no-install-recommends g\+\+", stage)
+    assert int(re.findall(r"(?m)^USER (\S+)", stage)[-1]) > 0
+
+
 def test_the_build_context_holds_what_the_dockerfile_copies_and_no_secrets() -> None:
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     for stage in STAGES.values():

@@ -291,8 +291,11 @@ class Engine(abc.ABC):
     def scale_gradients(self, scale: float) -> None:
         """Multiplies the gradients of what this rank is to update."""
         groups = self.optimizer.param_groups if self.optimizer is not None else ()
-        for parameter in (p for group in groups for p in group["params"] if p.grad is not None):
-            parameter.grad.mul_(scale)
+        gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+        if dense := [gradient for gradient in gradients if gradient.layout is torch.strided]:
+            torch._foreach_mul_(dense, scale)
+        for gradient in (each for each in gradients if each.layout is not torch.strided):
+            gradient.mul_(scale)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """The optimizer's whole state, as one process would have it."""

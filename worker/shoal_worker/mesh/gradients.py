@@ -235,9 +235,8 @@ class ReplicatedGradients(MeshGradients):
 
     def scale(self, factor: float) -> None:
         """See `MeshGradients`."""
-        for piece in self._pieces.values():
-            if piece.grad is not None:
-                piece.grad.mul_(factor)
+        if gradients := [piece.grad for piece in self._pieces.values() if piece.grad is not None]:
+            torch._foreach_mul_(gradients, factor)
 
     def norm_here(self) -> float:
         """See `MeshGradients`."""

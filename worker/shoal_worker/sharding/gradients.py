@@ -53,7 +53,7 @@ def from_digits(digits: Sequence[float]) -> float:
 
 
 _SQUARED_AT_ONCE: Final = 1 << 16
-"""Elements. Their float64 copies stay in the cache; of a whole shard they would be four times as large as the shard, a step's peak."""
+"""Elements, on a CPU. Their float64 copies stay in the cache; of a whole shard they would be four times as large as it, a step's peak."""
 
 
 class CutGradients:
@@ -86,7 +86,7 @@ class CutGradients:
         """What this rank's shards add to the squared norm, as float64 numbers to be summed over the ranks. `counted`: those units of which
         no other rank adds the same."""
         gradients = [unit.own.gradient for unit in counted if unit.own.gradient is not None]
-        plain = torch.stack([_squared_norm(g).cpu() for g in gradients] or [torch.zeros((), dtype=torch.float64)]).sum().view(1)
+        plain = squared_norms(gradients).sum().cpu().view(1)
         if not self._exact:
             return plain
         digits = [square_digits(g.float()) for g in gradients] if plain.isfinite() else []
@@ -106,19 +106,25 @@ class CutGradients:
 
     def scale(self, factor: float) -> None:
         """Multiplies the gradients that were handed out."""
-        for unit in self._trained:
-            for holding in unit.holdings:
-                for piece in holding.pieces:
-                    if piece.grad is not None:
-                        piece.grad.mul_(factor)
+        if gradients := self._handed_out():
+            torch._foreach_mul_(gradients, factor)
 
     def norm_here(self) -> float:
         """Returns the norm of the gradients that were handed out, those of this rank's own shard and of the one that it mirrors."""
+        return math.sqrt(float(squared_norms(self._handed_out()).sum()))
+
+    def _handed_out(self) -> list[torch.Tensor]:
         pieces = (piece for unit in self._trained for holding in unit.holdings for piece in holding.pieces)
-        gradients = [piece.grad for piece in pieces if piece.grad is not None]
-        return math.sqrt(sum(float(_squared_norm(g)) for g in gradients))
+        return [piece.grad for piece in pieces if piece.grad is not None]
+
+
+def squared_norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of each, where they are, without a wait for a device. In float64: the squares of large gradients are beyond float32."""
+    return torch.stack([_squared_norm(each) for each in gradients]) if gradients else torch.zeros(1, dtype=torch.float64)
 
 
 def _squared_norm(gradient: torch.Tensor) -> torch.Tensor:
-    """In float64: the squares of large gradients are beyond float32."""
+    if not gradient.is_cpu:
+        norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)  # one kernel, which widens as it reads
+        return norm.square()
     return torch.stack([part.double().square().sum() for part in gradient.split(_SQUARED_AT_ONCE)]).sum()

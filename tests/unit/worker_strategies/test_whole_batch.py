@@ -147,8 +147,9 @@ def test_async_sgd_refuses_it_as_well() -> None:
     assert "take ddp, zero1, " in str(registry.why_no_whole_batch(declared, shoal.ShardingConfiguration()))
 
 
-def test_a_checkpointed_block_asks_the_ranks_again_in_its_backward_pass() -> None:
-    def rank(*, checkpointed: bool) -> torch.Tensor:
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile's, of what it looks at
+def test_a_checkpointed_block_asks_the_ranks_again_in_its_backward_pass_and_a_compiled_one_asks_them() -> None:
+    def rank(*, how: str) -> torch.Tensor:
         net = Encoder()
         model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.5))
         loader = shoal.ElasticDataLoader(data(), global_batch_size=BATCH, shuffle=False)
@@ -158,16 +159,19 @@ def test_a_checkpointed_block_asks_the_ranks_again_in_its_backward_pass() -> Non
             def loss(of_x: torch.Tensor, of_y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
                 return contrast(*shoal.whole_batch(of_x, of_y), scale)
 
-            if checkpointed:
+            if how == "checkpointed":
                 torch.utils.checkpoint.checkpoint(loss, of_x, of_y, scale, use_reentrant=False).backward()
+            elif how == "compiled":
+                torch.compile(loss, backend="eager")(of_x, of_y, scale).backward()
             else:
                 loss(of_x, of_y, scale).backward()
             assert optimizer.step()
             optimizer.zero_grad()
         return torch.cat([p.detach().flatten() for p in net.parameters()])
 
-    plain, again = (shoal.launch(functools.partial(rank, checkpointed=each), world_size=2)[0] for each in (False, True))
-    torch.testing.assert_close(again, plain)
+    plain, *others = (shoal.launch(functools.partial(rank, how=each), world_size=2)[0] for each in ("plain", "checkpointed", "compiled"))
+    for other in others:
+        torch.testing.assert_close(other, plain)
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,7 @@ def prepare(session: Session, refusal: str | None) -> None:
     _known[session] = WholeBatch(session, refusal=refusal)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def whole_batch(session: Session, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """See `shoal.whole_batch`.
 

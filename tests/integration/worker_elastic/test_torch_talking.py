@@ -45,3 +45,23 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_series_leaves_the_others_with_
         assert objects == [{"step": step, "rank": rank} for rank in range(ranks)]
     assert results[0]["refused"] == results[1]["refused"], "all ranks repeat what one repeats"
     assert {tuple(each) for each in results[0]["refused"]} <= {(5, "RANKS_CHANGED"), (6, "RANKS_CHANGED")}
+
+
+def test_a_rank_that_joins_is_in_the_series_of_the_steps_that_it_takes(zygote: Zygote, tmp_path: Path) -> None:
+    with cluster(zygote, tmp_path, script=SCRIPT, min_workers=2, join_grace_ms=0) as running:
+        running.start(0)
+        running.start(1)
+        with running.held():
+            running.wait_steps(1)
+            running.start(2)
+            running.wait_ranked(2)
+        first, second, joined = (result["told"] for result in running.finish(0, 1, 2))
+    assert first == second
+    assert list(first) == [str(step) for step in range(1, STEPS + 1)]
+    for step, (mean, everyones, named, objects) in first.items():
+        ranks = 3 if step in joined else 2
+        assert mean == named == int(step)
+        assert everyones == [[int(step), rank] for rank in range(ranks)]
+        assert objects == [{"step": int(step), "rank": rank} for rank in range(ranks)]
+    assert joined == {step: first[step] for step in joined}
+    assert joined

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.integration.worker_elastic.pacing import pace
+
 torch.set_num_threads(1)
 shoal.init()
 torch.manual_seed(0)
@@ -20,6 +22,7 @@ told = {}
 refused = []
 for _ in loader.epochs(1):
     for (x,) in loader:
+        pace(Path(os.environ["OUTPUT"], "hold"), loader.global_step, len(loader))
         model(x).square().mean().backward()
         committed = optimizer.step()
         optimizer.zero_grad()

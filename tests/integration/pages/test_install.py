@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -38,6 +39,8 @@ def test_the_wheels_train_on_two_workers_in_a_project_outside_of_the_checkout(pr
     found = subprocess.run([python, "-c", "import shoal; print(shoal.__file__)"], cwd="/", capture_output=True, text=True, check=True)
     assert found.stdout.startswith(str(project.directory))
     wheels = sorted((ROOT / "dist").glob("*.whl"))
+    for wheel in wheels:
+        assert any(name.endswith("/licenses/LICENSE") for name in ZipFile(wheel).namelist()), f"{wheel.name} has no license"
     extra = [*wheels, "shoal[tensorboard]"]  # in the page's order
     pip = [python, "-m", "pip", "install", "--dry-run", "--quiet", "-c", ROOT / "constraints.txt"]
     subprocess.run([*pip, *extra], check=True, timeout=120)

@@ -119,7 +119,8 @@ class CutGradients:
 
 
 def squared_norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of each, where they are, without a wait for a device. In float64: the squares of large gradients are beyond float32."""
+    """Returns the squared norm of each, where it is: nobody waits for a device. In float64, since squares of large gradients are beyond
+    float32."""
     return torch.stack([_squared_norm(each) for each in gradients]) if gradients else torch.zeros(1, dtype=torch.float64)
 
 

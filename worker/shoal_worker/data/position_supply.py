@@ -48,7 +48,8 @@ class PositionSupply(StreamSupply):
         cursor = self._progress.cursor
         try:
             reader = self._reader_at_cursor(loader)
-            reader.fill(cursor.samples + self._batch_size + (self._batch_size if self._drop_last else 1), every=self._batch_size)
+            ahead = self._batch_size if self._drop_last else 1
+            reader.fill(cursor.samples + self._batch_size + ahead, states_at=range(cursor.samples, NO_END, self._batch_size))
         except BaseException:  # Ctrl-C too: an iterator that raised goes on no more, and the next one begins at the mark
             if self._reader is not None:
                 self._reader.close()

@@ -5,8 +5,10 @@ Each step is settled by what all ranks tell each other of their lanes, in a shor
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import xxhash
 from shoal_common.errors import CorruptDataError, PreconditionError
@@ -20,6 +22,13 @@ from shoal_worker.data.stream_supply import STATE, StreamSupply, part_of_stream,
 from shoal_worker.data.streams import ShardedStream
 from shoal_worker.elastic.loader_interface import LoaderSession, Placement
 from shoal_worker.state.digest import STREAMED
+
+_log = logging.getLogger(__name__)
+
+_NUMBERS: Final = len(Report._fields)
+_BYTES: Final = 6
+"""Bytes of a text that one float64 carries, so that a sum with noughts is exact."""
+_LONGEST_STATE: Final = 64 * 1024
 
 
 class ShardSupply(StreamSupply):
@@ -46,6 +55,7 @@ class ShardSupply(StreamSupply):
         """The readers of the shards that are this rank's, by place."""
         self._items: dict[int, tuple[int, int]] = {}
         """Place of the shard, and place in it, of this rank's items of the step, by position."""
+        self._warned_of_length = False
 
     def item(self, position: int) -> Any:
         """See `StreamSupply`."""
@@ -64,12 +74,15 @@ class ShardSupply(StreamSupply):
         allotment = self._allotment = Allotment(self._read_so_far, shards=len(self._order), sizes=self._sizes)
         mine = range(len(self._sizes))[part_of(len(self._sizes), placement.rank, placement.world_size)]
         self._keep_readers({place.shard for lane in mine if (place := self._read_so_far.lanes[lane]) is not None})
-        whole = True
+        whole, lengths = True, [0] * len(self._sizes)
         while whole and not allotment.settled:
             own = [self._read_lane(allotment.to_read(lane), loader) if lane in mine else None for lane in range(len(self._sizes))]
             everyones = self._tell(own, allotment, placement, session)
             whole = everyones is not None
             allotment.hear(own if everyones is None else everyones)
+            for lane, report in enumerate(everyones or ()):
+                lengths[lane] = report.state_bytes if report is not None else lengths[lane]
+        whole = whole and self._tell_states(lengths, mine, allotment, placement, session)
         total = sum(allotment.counts())
         if whole and (not total or (self._drop_last and total < self._batch_size)):
             self._check_not_empty(total, loader)
@@ -108,7 +121,8 @@ class ShardSupply(StreamSupply):
     def dealing(self, epoch: int) -> dict[str, Any]:
         """See `Supply`: what is read of each shard at the end of the step at hand."""
         read = self._allotment.after if self.current is not None and self._allotment is not None else self._committed()
-        return {STREAMED: xxhash.xxh3_64_hexdigest(repr(read).encode())}
+        places = [place and place[:3] for place in (*read.lanes, *read.waiting)]
+        return {STREAMED: xxhash.xxh3_64_hexdigest(repr((places, read.next_shard)).encode())}
 
     @property
     def ends_epoch(self) -> bool:
@@ -177,7 +191,7 @@ class ShardSupply(StreamSupply):
             return None
         at, most = wanted
         reader = self._readers.get(at.shard)
-        mark = Mark(position=at.offset, fingerprint=at.fingerprint)
+        mark = Mark(position=at.offset, fingerprint=at.fingerprint, following=at.following, state=at.state)
         if reader is None or not reader.holds(mark):
             shard = self._order[at.shard]
             name = f"loader {loader!r}: shard {self._shards[shard]!r}"
@@ -185,13 +199,17 @@ class ShardSupply(StreamSupply):
             key = (self._seed, self._epoch, shard)
             reader = self._readers[at.shard] = SourceReader(lambda: self._read(self._shards[shard]), key=key, name=name, at=mark)
         try:
-            reader.fill(at.offset + most + 1)
+            # Of a shard that is not begun no state is needed.
+            reader.fill(at.offset + most + 1, states_at=(at.offset + most or -1,))
         except BaseException:  # Ctrl-C too: an iterator that raised goes on no more
             self._readers.pop(at.shard).close()
             raise
         count = min(most, reader.stop - at.offset)
         after = at.offset + count
-        return Report(count, reader.stop > after, reader.mark(after).fingerprint)
+        reached = reader.mark(after)
+        more = reader.stop > after
+        following = reached.following if more and reached.following is not None else 0
+        return Report(count, more, reached.fingerprint, following, len(self._state_of(at.shard, after)) if more else 0)
 
     def _tell(
         self, own: Sequence[Report | None], allotment: Allotment, placement: Placement, session: LoaderSession
@@ -201,16 +219,16 @@ class ShardSupply(StreamSupply):
         Raises:
             PreconditionError (STREAM_NOT_REPEATED): another rank of this replica read something else in this rank's lanes.
         """
-        leads = placement.leads_replica
-        numbers = [float(number) for report in own for number in (report if report is not None and leads else (0, 0, 0))]
-        summed = session.sum_numbers(numbers)
+        nothing = (0,) * _NUMBERS
+        reports = [report if report is not None and placement.leads_replica else nothing for report in own]
+        summed = session.sum_numbers([float(number) for report in reports for number in report])
         if summed is None:
             return None
         told: list[Report | None] = []
         for lane, mine in enumerate(own):
-            count, more, fingerprint = map(int, summed[3 * lane : 3 * lane + 3])
-            report = Report(count, bool(more), fingerprint) if allotment.to_read(lane) is not None else None
-            if mine is not None and report != mine:
+            count, more, *others = map(int, summed[_NUMBERS * lane : _NUMBERS * (lane + 1)])
+            report = Report(count, bool(more), *others) if allotment.to_read(lane) is not None else None
+            if mine is not None and (report is None or report._replace(state_bytes=0) != mine._replace(state_bytes=0)):
                 raise PreconditionError(
                     f"two ranks of one replica of the model read different items of a shard: {mine} here, {report} there; a shard must "
                     "give the same items on every machine",
@@ -218,6 +236,42 @@ class ShardSupply(StreamSupply):
                 )
             told.append(report)
         return told
+
+    def _state_of(self, place: int, offset: int) -> bytes:
+        """The state of the reader of a shard of this rank, as it is told to the others; empty: there is none, or it is too long."""
+        state = (self._readers[place].state_at(offset) or "").encode()
+        if len(state) <= _LONGEST_STATE:
+            return state
+        if not self._warned_of_length:
+            self._warned_of_length = True
+            _log.warning(
+                "the state_dict of the reader of shard %r takes %d bytes, and at most %d are told to the other ranks in each step: whoever "
+                "goes on with the shard passes over what was trained on; keep items, such as those of a shuffle buffer, out of the state",
+                self._shards[self._order[place]],
+                len(state),
+                _LONGEST_STATE,
+            )
+        return b""
+
+    def _tell_states(self, lengths: Sequence[int], mine: range, allotment: Allotment, placement: Placement, session: LoaderSession) -> bool:
+        """Tells the states of the readers of this rank's shards at the places that the step leads to, and hears the others'. `lengths`:
+        theirs in bytes, by lane. False: a rank failed, and the step is void."""
+        if not any(lengths):
+            return True
+        own = [b""] * len(lengths)
+        for lane in mine:
+            if placement.leads_replica and lengths[lane] and (place := allotment.place(lane)) is not None:
+                own[lane] = self._state_of(place.shard, place.offset)
+        rooms = [-(-length // _BYTES) for length in lengths]
+        numbers = [number for state, room in zip(own, rooms, strict=True) for number in _as_numbers(state, room)]
+        summed = session.sum_numbers(numbers)
+        if summed is None:
+            return False
+        stops = list(itertools.accumulate(rooms))
+        cuts = [summed[stop - room : stop] for stop, room in zip(stops, rooms, strict=True)]
+        states = [_from_numbers(cut, length) for cut, length in zip(cuts, lengths, strict=True)]
+        allotment.hear_states([state.decode() or None for state in states])
+        return True
 
     def _placed(self, allotment: Allotment, lane: int, start: int) -> tuple[range, list[tuple[int, int]]]:
         """The positions of a lane's items, and where they are."""
@@ -237,3 +291,14 @@ class ShardSupply(StreamSupply):
             lanes.append([Block(index=number + i, positions=positions[at : at + self._micro_batch_size]) for i, at in enumerate(cuts)])
             number, start = number + len(cuts), start + count
         return lanes
+
+
+def _as_numbers(data: bytes, room: int) -> list[float]:
+    """`data` as `room` numbers, for a sum in which all others give noughts."""
+    padded = data.ljust(room * _BYTES, b"\0")
+    return [float(int.from_bytes(padded[at : at + _BYTES], "little")) for at in range(0, room * _BYTES, _BYTES)]
+
+
+def _from_numbers(numbers: Sequence[float], length: int) -> bytes:
+    """The inverse, of data of so many bytes."""
+    return b"".join(int(number).to_bytes(_BYTES, "little") for number in numbers)[:length]

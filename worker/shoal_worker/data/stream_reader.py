@@ -18,7 +18,7 @@ import copy
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -90,16 +90,20 @@ class SourceReader:
         """Whether this reader stands at `mark`, or before it with all items up to there."""
         return self.first <= mark.position <= self.stop and self.mark(mark.position).fingerprint == mark.fingerprint
 
-    def fill(self, upto: int, *, every: int = 0) -> None:
-        """Reads until the items before `upto` are held, or the source ends. Keeps the source's state at `first` and each `every` items
-        after it, which is what `mark` gives there; 0: nowhere.
+    def fill(self, upto: int, *, states_at: Container[int] = ()) -> None:
+        """Reads until the items before `upto` are held, or the source ends. Keeps the source's state at the positions `states_at`, which
+        is what `mark` gives there.
 
         Raises what the source raises; the reader is of no further use then.
         """
         while self.end is None and self.stop < upto:
-            if every and (self.stop - self.first) % every == 0 and self.stop not in self._states:
+            if self.stop in states_at and self.stop not in self._states:
                 self._states[self.stop] = self._state()
             self._pull()
+
+    def state_at(self, position: int) -> str | None:
+        """The source's state at a position where `fill` was to keep it; None: it has none."""
+        return self._states.get(position)
 
     def mark(self, position: int) -> Mark:
         """The mark of `position`, from `first` to `stop`."""

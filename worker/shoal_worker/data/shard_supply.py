@@ -17,8 +17,8 @@ from shoal_worker.data.cursor import LoaderProgress
 from shoal_worker.data.lanes import Allotment, Place, Report, ShardsRead
 from shoal_worker.data.sampling import Block, EpochPlan, part_of, permutation
 from shoal_worker.data.step_batches import DealtStep
-from shoal_worker.data.stream_reader import Mark, SourceReader
-from shoal_worker.data.stream_supply import STATE, StreamSupply, part_of_stream, set_epoch_of
+from shoal_worker.data.stream_reader import Mark, Reader
+from shoal_worker.data.stream_supply import NO_END, STATE, StreamSupply, part_of_stream, set_epoch_of
 from shoal_worker.data.streams import ShardedStream
 from shoal_worker.elastic.loader_interface import LoaderSession, Placement
 from shoal_worker.state.digest import STREAMED
@@ -37,7 +37,6 @@ class ShardSupply(StreamSupply):
     def __init__(self, stream: ShardedStream, progress: LoaderProgress, *, shuffle: bool, **sizes: Any) -> None:
         super().__init__(stream, progress, **sizes)
         self._shards = stream.shards
-        self._read = stream.read
         self._shuffle = shuffle
         assert self._micro_batch_size is not None  # `check_stream`
         starts = range(0, self._batch_size, self._micro_batch_size)
@@ -51,16 +50,20 @@ class ShardSupply(StreamSupply):
         """The allotment of the step at hand."""
         self._order: list[int] = []
         """The shard at each place."""
-        self._readers: dict[int, SourceReader] = {}
+        self._readers: dict[int, Reader] = {}
         """The readers of the shards that are this rank's, by place."""
         self._items: dict[int, tuple[int, int]] = {}
         """Place of the shard, and place in it, of this rank's items of the step, by position."""
+        self._told_epoch = -1
+        """Which epoch the stream was told last."""
         self._warned_of_length = False
 
-    def item(self, position: int) -> Any:
+    def items_at(self, positions: Sequence[int]) -> list[Any]:
         """See `StreamSupply`."""
-        place, offset = self._items[position]
-        return self._readers[place].item(offset)
+        given: list[Any] = []
+        for place, neighbours in itertools.groupby(map(self._items.__getitem__, positions), key=lambda at: at[0]):
+            given += self._readers[place].items([offset for _, offset in neighbours])
+        return given
 
     def take(self, placement: Placement, session: LoaderSession, loader: str) -> DealtStep | None:
         """See `Supply`.
@@ -76,7 +79,8 @@ class ShardSupply(StreamSupply):
         self._keep_readers({place.shard for lane in mine if (place := self._read_so_far.lanes[lane]) is not None})
         whole, lengths = True, [0] * len(self._sizes)
         while whole and not allotment.settled:
-            own = [self._read_lane(allotment.to_read(lane), loader) if lane in mine else None for lane in range(len(self._sizes))]
+            wanted = [allotment.to_read(lane) if lane in mine else None for lane in range(len(self._sizes))]
+            own = self._read_lanes(wanted, loader)
             everyones = self._tell(own, allotment, placement, session)
             whole = everyones is not None
             allotment.hear(own if everyones is None else everyones)
@@ -170,6 +174,9 @@ class ShardSupply(StreamSupply):
         if epoch != self._epoch:
             self._forget()
             self._epoch, self._order = epoch, self._order_of(epoch)
+        if self._told_epoch != epoch:
+            self._sources.close()  # data workers have the stream as it was when they were started
+            self._told_epoch = epoch
             set_epoch_of(self._stream, epoch)
         self._read_so_far = read
 
@@ -180,30 +187,52 @@ class ShardSupply(StreamSupply):
         self._keep_readers(())
         self._allotment, self._read_so_far, self._items = None, self._nothing_read, {}
 
+    def _close_readers(self) -> None:
+        self._keep_readers(())
+
     def _keep_readers(self, places: Iterable[int]) -> None:
         kept = set(places)
         for place in [place for place in self._readers if place not in kept]:
             self._readers.pop(place).close()
 
-    def _read_lane(self, wanted: tuple[Place, int] | None, loader: str) -> Report | None:
-        """Reads what a lane of this rank needs in a round."""
-        if wanted is None:
-            return None
-        at, most = wanted
+    def _read_lanes(self, wanted: Sequence[tuple[Place, int] | None], loader: str) -> list[Report | None]:
+        """Reads what the lanes of this rank need in a round. Data workers do so at once: all are asked before one is waited for."""
+        try:
+            for at, _ in filter(None, wanted):
+                self._open(at, loader)
+            for lane, one in enumerate(wanted):
+                if one is not None:
+                    upto, states_at = self._range_of(lane, *one)
+                    self._readers[one[0].shard].expect(upto, states_at=states_at)
+            return [self._read_lane(lane, one) for lane, one in enumerate(wanted)]
+        except BaseException:  # Ctrl-C too: an iterator that raised goes on no more
+            self._close_readers()
+            raise
+
+    def _open(self, at: Place, loader: str) -> None:
+        """Sees to it that there is a reader which stands at this place."""
         reader = self._readers.get(at.shard)
         mark = Mark(position=at.offset, fingerprint=at.fingerprint, following=at.following, state=at.state)
         if reader is None or not reader.holds(mark):
-            shard = self._order[at.shard]
-            name = f"loader {loader!r}: shard {self._shards[shard]!r}"
             self._keep_readers(self._readers.keys() - {at.shard})
+            shard = self._order[at.shard]
             key = (self._seed, self._epoch, shard)
-            reader = self._readers[at.shard] = SourceReader(lambda: self._read(self._shards[shard]), key=key, name=name, at=mark)
-        try:
-            # Of a shard that is not begun no state is needed.
-            reader.fill(at.offset + most + 1, states_at=(at.offset + most or -1,))
-        except BaseException:  # Ctrl-C too: an iterator that raised goes on no more
-            self._readers.pop(at.shard).close()
-            raise
+            self._readers[at.shard] = self._sources.open(shard, key=key, name=f"loader {loader!r}: {self._names[shard]}", at=mark)
+
+    def _range_of(self, lane: int, at: Place, most: int) -> tuple[int, range]:
+        """Up to where a lane's shard is read in a round, and where its state is kept: where the step will probably end, and those that a
+        data worker comes to ahead of them."""
+        stop, each = at.offset + most, self._sizes[lane]
+        return stop + 1, range(stop or each, NO_END, each)  # of a shard that is not begun no state is needed
+
+    def _read_lane(self, lane: int, wanted: tuple[Place, int] | None) -> Report | None:
+        """Reads what one lane needs in a round."""
+        if wanted is None:
+            return None
+        at, most = wanted
+        reader = self._readers[at.shard]
+        upto, states_at = self._range_of(lane, at, most)
+        reader.fill(upto, states_at=states_at)
         count = min(most, reader.stop - at.offset)
         after = at.offset + count
         reached = reader.mark(after)

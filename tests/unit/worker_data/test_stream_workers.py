@@ -63,7 +63,7 @@ def test_data_workers_change_nothing_and_none_is_left(session, make, workers, op
     alone = epochs(shoal.ElasticDataLoader(make(), global_batch_size=8, **options), session)
     loader = shoal.ElasticDataLoader(make(), global_batch_size=8, num_workers=workers, name="workers", **options)
     assert epochs(loader, session) == alone
-    assert len(alone) > 4
+    assert len(alone) >= 4
     assert not workers_of_this_process()
     evaluation = shoal.ElasticDataLoader(make(), global_batch_size=8, num_workers=workers, train=False)
     expected = shoal.ElasticDataLoader(make(), global_batch_size=8, train=False)
@@ -78,16 +78,16 @@ class Where(Numbers):
         return (torch.tensor([os.getpid(), int(get_worker_info() is None)]) for _ in super().__iter__())
 
 
-@pytest.mark.parametrize(("make", "workers", "processes"), [(lambda: Where(9), 1, 1), (lambda: shards_of_where(), 2, 2)])
-def test_the_stream_is_read_by_other_processes_which_it_does_not_split_itself_by(session, make, workers, processes):
-    loader = shoal.ElasticDataLoader(make(), global_batch_size=8, micro_batch_size=4, num_workers=workers)
-    read = {tuple(item) for step in loader.steps() for batch in step for item in batch.tolist()}
-    assert len({pid for pid, _ in read} - {os.getpid()}) == len(read) == processes
-    assert all(whole for _, whole in read)
-
-
 def shards_of_where():
     return shoal.ShardedStream(range(2), lambda shard: iter(Where(9)))
+
+
+@pytest.mark.parametrize(("make", "workers", "processes"), [(lambda: Where(9), 1, 1), (shards_of_where, 2, 2)])
+def test_the_stream_is_read_by_other_processes_which_it_does_not_split_itself_by(session, make, workers, processes):
+    loader = shoal.ElasticDataLoader(make(), global_batch_size=8, micro_batch_size=4, num_workers=workers)
+    read = {tuple(item) for step in epochs(loader, session, 1) for item in step}
+    assert len({pid for pid, _ in read} - {os.getpid()}) == len(read) == processes
+    assert all(whole for _, whole in read)
 
 
 def test_a_data_worker_reads_ahead_while_the_rank_trains(session, tmp_path):
@@ -111,7 +111,10 @@ def test_a_data_worker_reads_ahead_while_the_rank_trains(session, tmp_path):
 def kill_one():
     worker = workers_of_this_process()[0]
     worker.send_signal(signal.SIGKILL)
-    psutil.wait_procs([worker], timeout=30)
+    deadline = time.monotonic() + 60
+    while worker.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("make", [lambda: Numbers(100, 1), lambda: shards_of((50, 50))])
@@ -161,7 +164,7 @@ def test_an_error_in_the_source_is_raised_where_its_item_is_asked_for_with_its_p
 def test_an_item_that_cannot_be_sent_is_refused(session):
     class Lambdas(Numbers):
         def __iter__(self):
-            return ((lambda: number) for number in super().__iter__())
+            return ((lambda number=number: number) for number in super().__iter__())
 
     loader = shoal.ElasticDataLoader(Lambdas(10), global_batch_size=2, num_workers=1, collate_fn=list)
     with pytest.raises(ConfigurationError, match="leave num_workers out"):
@@ -213,11 +216,11 @@ def test_questions_and_answers_that_are_long_do_not_wait_for_each_other():
     try:
         readers = [sources.open(number, key=(0, number), name="numbers") for number in range(3)]
         for reader in readers:
-            reader.expect(50_000)
+            reader.expect(12_000)
         long = sources.open(2, key=(0, 2), name="x" * 1_000_000)
         for reader in (*readers, long):
-            reader.fill(50_000)
-            assert reader.items([0, 49_999]) == [0, 49_999]
+            reader.fill(12_000)
+            assert reader.items([0, 11_999]) == [0, 11_999]
     finally:
         sources.close()
 
@@ -227,7 +230,16 @@ def test_tensors_come_from_a_data_worker_as_they_were(session):
     loader = shoal.ElasticDataLoader(
         shoal.ShardedStream([0], lambda _: tensors), global_batch_size=5, micro_batch_size=5, num_workers=1, collate_fn=list
     )
-    given = next(iter(next(iter(loader.steps()))))
+    steps = loader.steps()
+    given = next(iter(next(steps)))
     assert [(each.dtype, each.tolist()) for each in given] == [(each.dtype, each.tolist()) for each in tensors]
     for each in given:
         each.zero_()  # it is the rank's own
+    steps.close()
+
+
+def test_a_step_whose_loop_was_left_says_so(session):
+    for stream in (Numbers(9), shards_of((9,))):
+        step = next(iter(shoal.ElasticDataLoader(stream, global_batch_size=4, micro_batch_size=2, num_workers=1).steps()))
+        with pytest.raises(PreconditionError, match="inside of the loop"):
+            next(iter(step))

@@ -16,7 +16,7 @@ from shoal_worker.data.cursor import LoaderProgress
 from shoal_worker.data.sampling import Block, EpochPlan
 from shoal_worker.data.step_batches import DealtStep, dealt_by
 from shoal_worker.data.stream_reader import Mark, Reader
-from shoal_worker.data.stream_supply import NO_END, STATE, StreamSupply, part_of_stream, set_epoch_of
+from shoal_worker.data.stream_supply import NO_END, STATE, StreamSupply, left_behind, part_of_stream, set_epoch_of
 from shoal_worker.elastic.loader_interface import LoaderSession, Placement
 from shoal_worker.state.digest import STREAMED
 
@@ -37,7 +37,8 @@ class PositionSupply(StreamSupply):
 
     def items_at(self, positions: Sequence[int]) -> list[Any]:
         """See `StreamSupply`."""
-        assert self._reader is not None
+        if self._reader is None:
+            raise left_behind()
         return self._reader.items(positions)
 
     def take(self, placement: Placement, session: LoaderSession, loader: str) -> DealtStep | None:

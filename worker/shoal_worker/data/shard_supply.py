@@ -18,7 +18,7 @@ from shoal_worker.data.lanes import Allotment, Place, Report, ShardsRead
 from shoal_worker.data.sampling import Block, EpochPlan, part_of, permutation
 from shoal_worker.data.step_batches import DealtStep
 from shoal_worker.data.stream_reader import Mark, Reader
-from shoal_worker.data.stream_supply import NO_END, STATE, StreamSupply, part_of_stream, set_epoch_of
+from shoal_worker.data.stream_supply import NO_END, STATE, StreamSupply, left_behind, part_of_stream, set_epoch_of
 from shoal_worker.data.streams import ShardedStream
 from shoal_worker.elastic.loader_interface import LoaderSession, Placement
 from shoal_worker.state.digest import STREAMED
@@ -56,13 +56,17 @@ class ShardSupply(StreamSupply):
         """Place of the shard, and place in it, of this rank's items of the step, by position."""
         self._told_epoch = -1
         """Which epoch the stream was told last."""
+        self._first: tuple[int, int | None] = -1, None
+        """An epoch, and the fingerprint of the first item of its first shard, which all ranks read to compare it."""
         self._warned_of_length = False
 
     def items_at(self, positions: Sequence[int]) -> list[Any]:
         """See `StreamSupply`."""
         given: list[Any] = []
         for place, neighbours in itertools.groupby(map(self._items.__getitem__, positions), key=lambda at: at[0]):
-            given += self._readers[place].items([offset for _, offset in neighbours])
+            if (reader := self._readers.get(place)) is None:
+                raise left_behind()
+            given += reader.items([offset for _, offset in neighbours])
         return given
 
     def take(self, placement: Placement, session: LoaderSession, loader: str) -> DealtStep | None:
@@ -74,6 +78,8 @@ class ShardSupply(StreamSupply):
         """
         cursor = self._progress.cursor
         self._begin_at_cursor()
+        if placement.world_size > 1 and self._first[0] != cursor.epoch:
+            self._first = cursor.epoch, self._first_item(loader)
         allotment = self._allotment = Allotment(self._read_so_far, shards=len(self._order), sizes=self._sizes)
         mine = range(len(self._sizes))[part_of(len(self._sizes), placement.rank, placement.world_size)]
         self._keep_readers({place.shard for lane in mine if (place := self._read_so_far.lanes[lane]) is not None})
@@ -123,10 +129,16 @@ class ShardSupply(StreamSupply):
         return {"samples": samples, "expected": dealt.positions.stop, "dataset": -1, "drawn": False}
 
     def dealing(self, epoch: int) -> dict[str, Any]:
-        """See `Supply`: what is read of each shard at the end of the step at hand."""
-        read = self._allotment.after if self.current is not None and self._allotment is not None else self._committed()
+        """See `Supply`: what is read of each shard at the end of the step at hand, and the first item of the epoch's first shard.
+
+        A shard that is read by one rank alone could be read otherwise by another, as where `read` splits by rank: nobody would train on
+        the rest. So one item is read by all.
+        """
+        read, first = self._committed(), None
+        if self.current is not None and self._allotment is not None:
+            read, first = self._allotment.after, self._first
         places = [place and place[:3] for place in (*read.lanes, *read.waiting)]
-        return {STREAMED: xxhash.xxh3_64_hexdigest(repr((places, read.next_shard)).encode())}
+        return {STREAMED: xxhash.xxh3_64_hexdigest(repr((places, read.next_shard, first)).encode())}
 
     @property
     def ends_epoch(self) -> bool:
@@ -208,6 +220,16 @@ class ShardSupply(StreamSupply):
         except BaseException:  # Ctrl-C too: an iterator that raised goes on no more
             self._close_readers()
             raise
+
+    def _first_item(self, loader: str) -> int:
+        shard = self._order[0]
+        key = (self._seed, self._epoch, shard)
+        reader = self._sources.open(shard, key=key, name=f"loader {loader!r}: {self._names[shard]}")
+        try:
+            reader.fill(1)
+            return reader.mark(min(1, reader.stop)).fingerprint
+        finally:
+            reader.close()
 
     def _open(self, at: Place, loader: str) -> None:
         """Sees to it that there is a reader which stands at this place."""

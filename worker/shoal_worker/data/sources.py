@@ -234,12 +234,15 @@ class _Worker:
         if self._process.exitcode is None:
             self._process.kill()
             self._process.join()
-        self._process.close()
+        with contextlib.suppress(ValueError):  # somebody else has waited for it: multiprocessing takes it for alive
+            self._process.close()
 
     def _died(self, name: str) -> PreconditionError:
         self._process.join(_END_WITHIN_S)
         code = self._process.exitcode
-        how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"
+        how = "is gone"
+        if code is not None:  # else somebody else has waited for it
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return PreconditionError(
             f"{name}: the data worker that reads it {how}. If the system ran out of memory, use fewer of them (num_workers=), or smaller "
             "batches; with num_workers=0 the rank itself reads, and shows what happens",

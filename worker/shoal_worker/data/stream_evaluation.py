@@ -19,6 +19,8 @@ from shoal_worker.data.stream_reader import Mark, Reader
 
 _SHIFT: Final = 32
 """A batch's number is that of its source, shifted by this, and its place in the source."""
+_FIRST: Final = -1
+"""What stands for the first item of the first source among sources that were read to their end."""
 
 
 class Part(NamedTuple):
@@ -29,6 +31,8 @@ class Part(NamedTuple):
     sharing: int
     held: Collection[int]
     """Numbers of batches that are not wanted."""
+    first_only: bool = False
+    """Only the first item is read, to be compared with the other ranks'."""
 
 
 class StreamedEvaluation:
@@ -54,29 +58,38 @@ class StreamedEvaluation:
         self.dealing = dealing
         self._ends: dict[int, tuple[int, int]] = {}
         """Of the sources that were read to their end: number and fingerprint of their items."""
+        self._first: int | None = None
+        """The fingerprint of the first source's first item, if it was to be compared."""
 
     @property
     def ended(self) -> str:
         """See `elastic.evaluation.Batches`."""
         ends = sorted(self._ends.items())
-        return json.dumps({str(source): [items, f"{self._names[source]}: {items} items, {read:012x}"] for source, (items, read) in ends})
+        told = {str(source): [items, f"{self._names[source]}: {items} items, {read:012x}"] for source, (items, read) in ends}
+        if self._first is not None:
+            told[str(_FIRST)] = [1, f"{self._names[0]} begins with {self._first:012x}"]
+        return json.dumps(told)
 
     def anew(self) -> StreamedEvaluation:
         """The same batches, of which nothing is read yet."""
         other = copy.copy(self)
-        other._ends = {}
+        other._ends, other._first = {}, None
         return other
 
     def deal(self, held: Collection[int], ended: Iterable[str], rank: int, world_size: int) -> list[Part]:
-        """What `rank` computes, for `read`. `held`: numbers of batches that some rank has computed. `ended`: what the ranks say of it."""
+        """What `rank` computes, for `read`. `held`: numbers of batches that some rank has computed. `ended`: what the ranks say of it.
+
+        Of several sources all ranks read the first item of the first, so that a `read` that gives each rank something else is found.
+        """
         ends = {int(source): items for each in ended for source, (items, _) in json.loads(each).items()}
         left = [source for source in range(len(self._names)) if source not in ends or not self._is_whole(source, ends[source], held)]
         if not left:
             return []
+        compared = [Part(0, 0, 1, held, first_only=True)] if len(self._names) > 1 and world_size > 1 else []
         if len(left) >= world_size:
-            return [Part(source, 0, 1, held) for source in left[rank::world_size]]
+            return compared + [Part(source, 0, 1, held) for source in left[rank::world_size]]
         at = rank % len(left)
-        return [Part(left[at], rank // len(left), len(range(at, world_size, len(left))), held)]
+        return [*compared, Part(left[at], rank // len(left), len(range(at, world_size, len(left))), held)]
 
     def __iter__(self) -> Iterator[Any]:
         """All batches of the stream, from its first item on."""
@@ -107,6 +120,11 @@ class StreamedEvaluation:
         return reader
 
     def _batches(self, part: Part, reader: Reader) -> Iterator[tuple[int, Any]]:
+        if part.first_only:
+            with seeded((self._seed, 0, part.source)):
+                reader.fill(1)
+            self._first = reader.mark(min(1, reader.stop)).fingerprint
+            return
         missing = 0
         for place in range(1 << _SHIFT):
             number, start, batch = (part.source << _SHIFT) + place, place * self._size, None

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from shoal_common.errors import ConfigurationError
+from shoal_common.errors import ConfigurationError, PreconditionError
 
 from shoal_worker.data.cursor import LoaderProgress
 from shoal_worker.data.fetch import Request
@@ -128,6 +128,14 @@ class _Items(Sequence[Any]):
 
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
         return self._supply.items_at(positions)
+
+
+def left_behind() -> PreconditionError:
+    """The error for a batch of a step whose readers are closed."""
+    return PreconditionError(
+        "this step's batches can no longer be taken: the loop over steps() that gave it was left, and its data workers ended with it; take "
+        "them inside of the loop, or leave num_workers out"
+    )
 
 
 def set_epoch_of(stream: Any, epoch: int) -> None:

@@ -21,7 +21,7 @@ def test_each_item_counts_once_though_ranks_die_at_any_batch(seed):
     draw = random.Random(seed)
     size, world = draw.randint(1, 5), draw.randint(1, 5)
     if seed % 3 == 0:
-        lengths, stream = [draw.randint(0, 40)], Numbers
+        lengths = [draw.randint(0, 40)]
         make = lambda: Numbers(lengths[0], 1)  # noqa: E731
     else:
         lengths = [draw.choice([0, 1, 3, 10, 25]) for _ in range(draw.randint(1, 8))]

@@ -131,7 +131,8 @@ class ElasticDataLoader:
                 `set_epoch` is called, and the random generators that it holds and the global ones are seeded. Ranks that drew
                 differently are stopped in the epoch's first step (RANKS_DIVERGED).
             collate_fn: makes a batch of a list of samples; None: torch's `default_collate`.
-            num_workers: processes that fetch ahead; 0: fetch in the loop.
+            num_workers: processes that fetch ahead; 0: fetch in the loop. Of a `ShardedStream` they read this rank's shards ahead, of
+                another stream one may; batches are made of the items in the loop.
             pin_memory: put batches in page-locked memory, where there is an accelerator.
             weight_fn: a batch's weight in the mean over the step, in place of its number of samples (unmasked tokens, say).
             name: tells several loaders apart in checkpoints; the same in every rank and after a restart. None: by order of construction.

@@ -1,6 +1,7 @@
 """Deals a `ShardedStream`: each rank reads the shards of its lanes (`lanes.py`), and no others.
 
-Each step is settled by what all ranks tell each other of their lanes, in a short sum or two, before its batches are handed out.
+Each step is settled by what all ranks tell each other of their lanes, in a short sum or two, before its batches are handed out. If readers
+of shards have states, a further sum tells those of the places that the step leads to: whoever goes on with a shard seeks there.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class ShardSupply(StreamSupply):
         micro_batches = [min(self._micro_batch_size, self._batch_size - start) for start in starts]
         lanes = min(len(micro_batches), len(self._shards))
         self._sizes = [sum(micro_batches[part_of(len(micro_batches), lane, lanes)]) for lane in range(lanes)]
+        self._sources.ahead = max(self._sizes)
         self._epoch = -1
         """Which all below is of."""
         self._read_so_far = self._nothing_read

@@ -45,8 +45,9 @@ class Sources:
         """`makes`: give the sources. `num_workers`: how many processes read them; 0: this one does. `ahead`: items of a source that a
         worker reads beyond those that it was asked for."""
         self._makes = makes
+        self.ahead = ahead
+        """What the workers are told that are started from now on."""
         self._num_workers = num_workers
-        self._ahead = ahead
         self._workers: list[_Worker] = []
 
     def open(self, number: int, *, key: Sequence[int], name: str, at: Mark | None = None) -> Reader:
@@ -60,7 +61,7 @@ class Sources:
         if not self._workers:
             # At the process's end multiprocessing would ask them to end by SIGTERM, which they leave to the rank.
             atexit.register(self.close)
-            self._workers = [_Worker(self._makes, self._ahead) for _ in range(self._num_workers)]
+            self._workers = [_Worker(self._makes, self.ahead) for _ in range(self._num_workers)]
         worker = min(self._workers, key=lambda each: each.open_readers)
         return RemoteReader(worker, number, key=key, name=name, at=at or Mark())
 

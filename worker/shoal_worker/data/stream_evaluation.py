@@ -57,7 +57,7 @@ class StreamedEvaluation:
         self._seed = seed
         self.dealing = dealing
         self._ends: dict[int, tuple[int, int]] = {}
-        """Of the sources that were read to their end: number and fingerprint of their items."""
+        """Number and fingerprint of the items of each source that was read to its end."""
         self._first: int | None = None
         """The fingerprint of the first source's first item, if it was to be compared."""
 

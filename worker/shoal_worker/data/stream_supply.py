@@ -1,8 +1,8 @@
 """What both ways to deal a stream have in common: by position, where every rank reads all of it (`position_supply.py`), or by shards, of
 which each rank reads its own (`shard_supply.py`).
 
-What is read of a source lies in its reader until the step that has it is committed. The marks of committed positions are the supply's part
-of the loader's state.
+What is read of a source lies in its reader, here or in a data worker, until the step that has it is committed. The marks of committed
+positions are the supply's part of the loader's state.
 """
 
 from __future__ import annotations

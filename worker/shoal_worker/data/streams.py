@@ -19,8 +19,8 @@ class ShardedStream(IterableDataset[Any]):
 
     An `ElasticDataLoader` with `micro_batch_size=` deals whole shards: each is read by one data-parallel rank at a time, several at once. A
     shard whose reader dies is gone on with by another rank, behind the last item of it that a committed step has trained on. Which items
-    a step has depends on the shards and the sizes of the batches, and not on the number of ranks. `shuffle=True` shuffles the order of the
-    shards each epoch.
+    a step has depends on the shards and the sizes of the batches, and not on the number of ranks or data workers. `shuffle=True` shuffles
+    the order of the shards each epoch. With `train=False` each shard is evaluated by one rank, if there are as many as ranks.
 
     Iterated by itself, it gives the items of all shards in their order.
     """
@@ -29,8 +29,9 @@ class ShardedStream(IterableDataset[Any]):
         """
         Args:
             shards: what `read` is called with, such as paths; the same on every rank, in the same order.
-            read: gives a shard's items. It must give the same items in the same order each time that it is called with a shard. Random
-                numbers that it draws from the global generators of torch, NumPy and Python do.
+            read: gives a shard's items. It must give the same items in the same order each time that it is called with a shard, on any
+                rank. Random numbers that it draws from the global generators of torch, NumPy and Python do. If what it gives has
+                `state_dict` and `load_state_dict`, or its iterator has, whoever goes on with a shard seeks instead of passing over.
 
         Raises:
             ConfigurationError: there is no shard, or `shards` has no length.

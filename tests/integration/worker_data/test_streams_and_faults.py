@@ -86,3 +86,30 @@ def test_a_worker_killed_within_an_evaluation_of_shards_counts_no_item_twice_and
         said = re.findall(r"^sums (\d+) (\d+)$", workers.said(), re.MULTILINE)
     expected = [100 * shard + item for shard in range(7) for item in range(3 * shard)]
     assert said == [(str(sum(expected)), str(len(expected)))] * 2
+
+
+UNEVEN = """
+import time
+import shoal, torch
+
+shoal.init()
+model = shoal.as_distributed(torch.nn.Linear(1, 1))
+shards = shoal.ShardedStream([1, 16, 1], lambda shard: ([1.0] for _ in range(shard)))
+loader = shoal.ElasticDataLoader(shards, global_batch_size=2, train=False, collate_fn=torch.tensor)
+
+def sums(model, batch):
+    time.sleep(0.5)
+    return {"items": float(len(batch))}
+
+print(f"found {shoal.evaluate(model, loader, sums)['items']:.0f} on {shoal.world_size()}", flush=True)
+"""
+
+
+def test_a_rank_with_a_long_shard_is_waited_for_though_that_takes_longer_than_a_collective_may(zygote: Zygote, tmp_path: Path) -> None:
+    path = tmp_path / "uneven.py"
+    path.write_text(UNEVEN)
+    with cluster(zygote, tmp_path, max_workers=3, script=path, SHOAL_COLLECTIVE_TIMEOUT_S="1.5") as workers:
+        for index in range(3):
+            workers.start(index)
+        workers.finish(0, 1, 2, may_end_well=True)
+        assert re.findall(r"^found (.*)$", workers.said(), re.MULTILINE) == ["18 on 3"] * 3

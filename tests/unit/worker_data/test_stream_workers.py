@@ -4,6 +4,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -243,3 +245,33 @@ def test_a_step_whose_loop_was_left_says_so(session):
         step = next(iter(shoal.ElasticDataLoader(stream, global_batch_size=4, micro_batch_size=2, num_workers=1).steps()))
         with pytest.raises(PreconditionError, match="inside of the loop"):
             next(iter(step))
+
+
+KILLED = """
+import time
+from shoal_worker.data.sources import Sources
+sources = Sources([lambda: iter(range(10))] * 2, num_workers=2, ahead=3)
+for number in range(2):
+    sources.open(number, key=(0,), name="numbers").fill(1)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_data_workers_die_with_a_killed_rank():
+    process = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline().strip() == "ready"
+        workers = psutil.Process(process.pid).children(recursive=True)
+        assert len(workers) >= 2
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    _, alive = psutil.wait_procs(workers, timeout=30)  # they would wait for questions for ever
+    assert not alive
+
+
+def test_data_workers_end_with_a_process_that_leaves_its_loop_open():
+    script = KILLED.replace("time.sleep(60)", "")
+    subprocess.run([sys.executable, "-c", script], stdout=subprocess.DEVNULL, timeout=60, check=True)

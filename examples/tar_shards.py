@@ -60,10 +60,17 @@ def read_shard(path: Path) -> Iterator[tuple[torch.Tensor, int]]:
     yield from buffer
 
 
+def correct(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
+    """The sums of one batch that an evaluation adds up."""
+    images, labels = batch
+    return {"correct": float((model(images / 16).argmax(1) == labels).sum()), "samples": float(len(labels))}
+
+
 def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--shards", type=Path, required=True)
     options.add_argument("--epochs", type=int, default=5)
+    options.add_argument("--num-workers", type=int, default=0, help="processes of each worker that read its shards ahead")
     options.add_argument("--pause", type=float, default=0.0, help="seconds between two steps, to have time to kill a worker")
     given = options.parse_args()
 
@@ -74,7 +81,8 @@ def main() -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     model, optimizer = shoal.as_distributed(net, torch.optim.AdamW(net.parameters(), 2e-3), deterministic=True)
     stream = shoal.ShardedStream(sorted(given.shards.glob("*.tar")), read_shard)
-    loader = shoal.ElasticDataLoader(stream, global_batch_size=96, micro_batch_size=16)
+    loader = shoal.ElasticDataLoader(stream, global_batch_size=96, micro_batch_size=16, num_workers=given.num_workers)
+    evaluation = shoal.ElasticDataLoader(stream, global_batch_size=96, num_workers=given.num_workers, train=False)
 
     for epoch in loader.epochs(given.epochs):
         for step in loader.steps():
@@ -85,7 +93,8 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             time.sleep(given.pause)
-        shoal.print_once(f"epoch {epoch} is done after {loader.global_step} steps")
+        sums = shoal.evaluate(model, evaluation, correct)  # each shard on one worker
+        shoal.print_once(f"epoch {epoch} is done after {loader.global_step} steps: {sums['correct']:.0f} of {sums['samples']:.0f} correct")
 
     parameters = b"".join(p.numpy().tobytes() for p in model.full_state_dict().values())
     shoal.print_once(f"parameters {hashlib.sha256(parameters).hexdigest()[:16]}")

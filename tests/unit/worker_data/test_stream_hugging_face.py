@@ -39,30 +39,58 @@ def streamed(files: Path, kind):
     return rows.shuffle(seed=3, buffer_size=20) if kind == "shuffled" else rows
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "mapped", "shuffled"])
+def rank_of(make_rank, stream, state, **options):
+    return make_rank(
+        lambda: shoal.ElasticDataLoader(stream, global_batch_size=8, collate_fn=Texts, **options),
+        Placement(generation=1, rank=0, world_size=1),
+        state,
+    )
+
+
+def epoch_of(rank, steps=None):
+    """The texts of each step, of the first epoch's rest or so many."""
+    taken = []
+    while rank.loader.epoch == 0 and (steps is None or len(taken) < steps):
+        taken.append(rank.take())
+        rank.commit()
+    return taken
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_shards_of_a_stream_are_sought_in(files, make_rank, caplog, workers):
+    def rank(state=None):
+        rows = streamed(files, "jsonl")
+        assert rows.num_shards == 4
+        shards = shoal.ShardedStream(range(4), lambda number: rows.shard(num_shards=4, index=number))
+        return rank_of(make_rank, shards, state, micro_batch_size=4, num_workers=workers)
+
+    whole = epoch_of(rank())
+    assert sorted(row for step in whole for row in step) == sorted(row["text"] for row in streamed(files, "jsonl"))
+    first = rank()
+    begun = epoch_of(first, steps=3)
+    state = json.loads(json.dumps(first.loader.state_dict()))
+    assert all(place[4] for place in state["stream"]["lanes"]), "the shards' readers have no state"
+    first.iterator.close()
+    first.loader._supply._close_readers()  # its threads would be left running
+    assert begun + epoch_of(rank(state)) == whole
+    assert "passed over" not in caplog.text
+    assert "passes over" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "mapped", "shuffled", "read by a data worker"])
 def test_a_stream_goes_on_where_it_was_and_each_row_comes_once(files, make_rank, kind, caplog):
     def rank(state=None):
         stream = streamed(files, kind)
-        return make_rank(
-            lambda: shoal.ElasticDataLoader(stream, global_batch_size=8, collate_fn=Texts),
-            Placement(generation=1, rank=0, world_size=1),
-            state,
-        )
+        return rank_of(make_rank, stream, state, num_workers=int("worker" in kind))
 
-    def epoch(of, steps=None):
-        taken = []
-        while of.loader.epoch == 0 and (steps is None or len(taken) < steps):
-            taken.append(of.take())
-            of.commit()
-        return taken
-
-    whole = epoch(rank())
+    whole = epoch_of(rank())
     assert sorted(row for step in whole for row in step) == sorted(row["text"] for row in streamed(files, kind))
     first = rank()
-    begun = epoch(first, steps=3)
+    begun = epoch_of(first, steps=3)
     state = json.loads(json.dumps(first.loader.state_dict()))
+    first.iterator.close()
     first.loader._supply._close()  # its threads would be left running
-    rest = epoch(rank(state))
+    rest = epoch_of(rank(state))
     assert begun + rest == whole
     assert ("leads to another item" in caplog.text) == (kind == "shuffled"), "what is in a shuffle buffer is in no state_dict"
 

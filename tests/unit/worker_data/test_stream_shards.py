@@ -1,5 +1,6 @@
 """How a list of shards becomes steps, as plain values: seeded schedules of shards, lanes and owners."""
 
+import json
 import random
 
 import pytest
@@ -58,7 +59,17 @@ def test_a_step_takes_one_round_where_no_shard_ends():
     first, _ = settle(ShardsRead(lanes=(None, None)), [100, 100], [4, 4])
     _, rounds = settle(first.after, [100, 100], [4, 4])
     assert rounds == 1
-    assert first.after.lanes == (Place(0, 4, 4), Place(1, 4, 4))
+    assert first.after.lanes == (Place(0, 4, 4, following=0), Place(1, 4, 4, following=0))
+
+
+def test_a_state_goes_with_its_shard_and_that_of_an_earlier_release_has_none():
+    allotment, _ = settle(ShardsRead(lanes=(None, None)), [100, 100], [4, 4])
+    allotment.hear_states(["here", None])
+    told = allotment.after.to_state()
+    assert ShardsRead.from_state(json.loads(json.dumps(told))) == allotment.after
+    assert allotment.after.lanes == (Place(0, 4, 4, 0, "here"), Place(1, 4, 4, 0))
+    earlier = {**told, "lanes": [place[:3] for place in told["lanes"]]}
+    assert ShardsRead.from_state(earlier).lanes == (Place(0, 4, 4), Place(1, 4, 4))
 
 
 def test_lanes_that_run_dry_are_made_up_for_by_the_others():
@@ -71,7 +82,15 @@ def test_the_end_is_known_with_the_last_item_though_empty_shards_follow():
     assert allotment.after.is_over(5)
 
 
-@pytest.mark.parametrize("state", [{}, {"lanes": [[1, 2]], "next_shard": 0, "waiting": []}, {"lanes": [], "next_shard": -1, "waiting": []}])
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {"lanes": [[1, 2]], "next_shard": 0, "waiting": []},
+        {"lanes": [], "next_shard": -1, "waiting": []},
+        {"lanes": [[1, 2, 3, 4, 5]], "next_shard": 2, "waiting": []},
+    ],
+)
 def test_a_state_that_is_none_is_refused(state):
     with pytest.raises(CorruptDataError, match="shards"):
         ShardsRead.from_state(state)

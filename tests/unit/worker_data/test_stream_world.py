@@ -2,6 +2,8 @@
 are those of one rank."""
 
 import concurrent.futures
+import functools
+import json
 import random
 import threading
 
@@ -84,6 +86,26 @@ def shards_of(lengths):
     return shoal.ShardedStream(range(len(lengths)), read)
 
 
+def shards_read_by(kind, lengths, read=None):
+    """Shards whose readers are of this kind. `read`: takes all items that they give."""
+
+    class Reader(kind):
+        def __init__(self, shard):
+            super().__init__(lengths[shard])
+            self.shard = shard
+
+        def __iter__(self):
+            for item in super().__iter__():
+                if read is not None:
+                    read.append(item)
+                yield item
+
+        def order(self):
+            return range(1000 * self.shard, 1000 * self.shard + self.n)
+
+    return shoal.ShardedStream(range(len(lengths)), Reader)
+
+
 def run(directory, make_rank, make_stream, options, events):
     world = StreamWorld(directory, make_rank, make_stream, options)
     world.run(iter(events))
@@ -111,9 +133,12 @@ def test_a_stream_is_dealt_as_to_one_rank_whatever_happens(make_rank, tmp_path, 
     ]
 
 
-@pytest.mark.parametrize("seed", range(40))
+KINDS_OF_SHARDS = [shards_of, functools.partial(shards_read_by, Seeking), functools.partial(shards_read_by, Forgetful)]
+
+
+@pytest.mark.parametrize("seed", range(60))
 def test_shards_are_dealt_as_to_one_rank_whatever_happens(make_rank, tmp_path, seed):
-    draw = random.Random(seed)
+    draw, shards_of = random.Random(seed), KINDS_OF_SHARDS[seed % 3]
     lengths = [draw.choice([0, 1, 3, 10, 25]) for _ in range(draw.randint(1, 8))] + [draw.randint(1, 9)]
     micro = draw.randint(1, 4)
     options = {"global_batch_size": draw.randint(micro, 12), "micro_batch_size": micro, "shuffle": draw.random() < 0.5}
@@ -139,7 +164,8 @@ def test_each_shard_is_read_by_one_rank(make_rank, tmp_path):
     world._join(world.ranks[0].loader.state_dict())
     world._join(world.ranks[0].loader.state_dict())
     world.run(iter([]))
-    assert sorted(opened) == sorted([*range(12)] * EPOCHS)
+    looks = [0, 0, 0]  # of each rank at the first item of the first shard
+    assert sorted(opened) == sorted([*range(12), *looks] * EPOCHS)
 
 
 def test_what_a_stream_draws_is_the_same_after_it_was_passed_over(make_rank, tmp_path):
@@ -172,3 +198,44 @@ def test_a_source_with_a_state_is_sought_in_and_another_is_passed_over(make_rank
         assert resumed.take() == stream.order()[30:]
         read[kind] = again.read
     assert read == {Numbers: 40, Seeking: 0, Forgetful: 40}  # the copy of it that seeks counts for itself
+
+
+@pytest.mark.parametrize(("kind", "passed_over"), [(Seeking, 0), (Numbers, 12), (Forgetful, 12)])
+@pytest.mark.parametrize("how", ["resume", "death", "join"])
+def test_a_reader_of_a_shard_with_a_state_is_sought_in_and_another_is_passed_over(make_rank, tmp_path, kind, passed_over, how, caplog):
+    read = []
+    options = {"global_batch_size": 8, "micro_batch_size": 4, "shuffle": False}
+    world = StreamWorld(tmp_path, make_rank, lambda: shards_read_by(kind, (40, 40), read), options)
+    if how == "death":
+        world._join(world.ranks[0].loader.state_dict())
+    for _ in range(3):
+        world._take_all()
+        world._commit(world.ranks)
+    read.clear()
+    state = json.loads(json.dumps(world.ranks[0].loader.state_dict()))
+    if how == "death":
+        world._kill(world.ranks[0])
+    elif how == "join":
+        world._join(state)
+    else:
+        world._kill(world.ranks[0])
+        world._join(state)
+    taken = [sorted(items) for items in world._take_all()]
+    assert sorted(item for part in taken for item in part) == [*range(12, 16), *range(1012, 1016)]
+    in_vain = 1 if kind is Forgetful else 0  # the item that its state leads to
+    looks = {"resume": 0, "death": 0, "join": 2}[how]  # at the first item of the epoch's first shard: in "death" both had before
+    one = 5 + passed_over + in_vain  # the items of the step and one ahead; a rank that stays has one of them
+    assert len(read) == looks + (2 * one if how == "resume" else one + 4)
+    assert ("leads to another item" in caplog.text) == (kind is Forgetful)
+
+
+def test_a_state_that_is_too_long_to_be_told_in_each_step_is_said_so_once_and_the_shard_is_passed_over(make_rank, tmp_path, caplog):
+    class Long(Seeking):
+        def state_dict(self):
+            return {**super().state_dict(), "buffer": "x" * 100_000}
+
+    options = {"global_batch_size": 4, "micro_batch_size": 4}
+    events = ["commit", "fall behind", "join", "kill behind"]
+    steps = run(tmp_path / "faulty", make_rank, lambda: shards_read_by(Long, (20, 20)), options, events)
+    assert steps == run(tmp_path / "alone", make_rank, lambda: shards_read_by(Numbers, (20, 20)), options, [])
+    assert caplog.text.count("passes over what was trained on") == 1

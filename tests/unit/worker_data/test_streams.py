@@ -31,7 +31,7 @@ def shards(lengths=(3, 5)):
         (lambda: (i for i in range(3)), {}, "iterated once"),
         (lambda: Numbers(9), {"shuffle": True}, "set_epoch"),
         (lambda: Numbers(9), {"sampler": [1]}, "sampler"),
-        (lambda: Numbers(9), {"num_workers": 1}, "ShardedStream"),
+        (lambda: Numbers(9), {"num_workers": 2}, "num_workers=1 it reads ahead"),
         (lambda: Numbers(9), {"global_batch_size": None, "batch_size": 3}, "async_sgd"),
         (shards, {}, "micro_batch_size="),
         (shards, {"micro_batch_size": 5}, "micro_batch_size=5"),

@@ -1,5 +1,7 @@
 """Streams under the strategies: the parameters of one rank on the whole batches, also where the items do not divide; refusals."""
 
+import itertools
+
 import pytest
 import shoal
 import torch
@@ -34,8 +36,8 @@ class Rows(IterableDataset):
         return map(row, range(ITEMS + self.longer * shoal.rank()))
 
 
-def shards():
-    return shoal.ShardedStream([(0, 2), (2, 9), (9, ITEMS)], lambda cut: map(row, range(*cut)))
+def shards(*cuts):
+    return shoal.ShardedStream([*itertools.pairwise(cuts or (0, 2, 9, ITEMS))], lambda cut: map(row, range(*cut)))
 
 
 def train(stream, strategy, options, *, micro=2):
@@ -46,7 +48,7 @@ def train(stream, strategy, options, *, micro=2):
     steps = 0
     for _ in loader.epochs(2):
         for step in loader.steps():
-            for x, y in step:
+            for x, y, *_ in step:
                 model.train_step(x, y, nn.functional.mse_loss)
             optimizer.step()
             optimizer.zero_grad()
@@ -88,14 +90,58 @@ def evaluate(stream):
     return shoal.evaluate(model, loader, lambda model, batch: {"samples": len(batch[0]), "batches": 1, "sum": batch[0].sum()})
 
 
-@pytest.mark.parametrize("stream", [Rows, shards])
+@pytest.mark.parametrize("stream", [Rows, shards, lambda: shards(0, 2, 2, 5, 9, 10, ITEMS)])
 def test_a_stream_is_evaluated_once_whole(stream):
     total = float(sum(row(number)[0].sum() for number in range(ITEMS)))
-    for world in (1, 3):
+    batches = 6 if stream in (Rows, shards) else 7
+    for world in (1, 2, 3, 5):
         for sums in shoal.launch(evaluate, stream, world_size=world):
-            assert sums == pytest.approx({"samples": ITEMS, "batches": 6, "sum": total})
+            assert sums == pytest.approx({"samples": ITEMS, "batches": batches, "sum": total})
 
 
 def test_an_evaluation_of_streams_that_differ_by_rank_is_refused():
     with pytest.raises(PreconditionError, match="what the stream gave"):
         shoal.launch(evaluate, lambda: Rows(4), world_size=2)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor", "pipeline"])
+def test_each_shard_is_evaluated_by_one_rank_though_they_are_uneven(strategy):
+    read = []
+
+    def rows(cut):
+        for number in range(*cut):
+            read.append(number)
+            yield row(number)
+
+    def sums():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
+        model, _ = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
+        stream = shoal.ShardedStream([(0, 1), (1, 2), (2, 3), (3, ITEMS)], rows)
+        loader = shoal.ElasticDataLoader(stream, global_batch_size=2, train=False)
+        return shoal.evaluate(
+            model, loader, lambda model, batch: {"loss": model.predict(batch[0]).square().sum(), "samples": len(batch[0])}
+        )
+
+    (alone,) = shoal.launch(sums, world_size=1)
+    read.clear()
+    for each in shoal.launch(sums, world_size=2):
+        assert each == pytest.approx(alone)
+    looks = [0, 0]  # all ranks look at the first item
+    assert sorted(read) == sorted([*range(ITEMS), *looks])
+
+
+def test_a_stream_in_shards_that_is_split_by_rank_is_refused():
+    def read(cut):
+        return itertools.islice(map(row_of_whole_numbers, range(*cut)), shoal.rank(), None, shoal.world_size())
+
+    def stream():
+        return shoal.ShardedStream([(0, 8), (8, 16)], read)
+
+    for run in (lambda: train(stream, "ddp", {}), lambda: evaluate(stream)):
+        with pytest.raises(PreconditionError, match="Do not split it by rank"):
+            shoal.launch(run, world_size=2)
+
+
+def row_of_whole_numbers(number):
+    return *row(number), number

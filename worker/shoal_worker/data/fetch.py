@@ -133,7 +133,7 @@ class Fetcher:
                 num_workers=self._num_workers,
                 pin_memory=self._pins,
                 persistent_workers=self._num_workers > 0,
-                worker_init_fn=_tie_to_parent if self._num_workers else None,
+                worker_init_fn=tie_to_parent if self._num_workers else None,
                 generator=torch.Generator(),  # not the global one: making batches must not move the training's random numbers
             )
         self._batches = iter(self._loader)
@@ -220,7 +220,7 @@ def _as_it_is(made: tuple[Request, Any]) -> tuple[Request, Any]:
     return made
 
 
-def _tie_to_parent(_worker: int) -> None:
+def tie_to_parent(_worker: int) -> None:
     """Runs first in each worker process. Ctrl-C reaches the whole foreground group; what it means is the parent's to decide."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_parent_death_signal = 1

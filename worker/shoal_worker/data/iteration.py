@@ -265,6 +265,7 @@ class Iterations:
             if over:
                 progress.end_iteration(epoch)
             self._fetcher.close()
+            self._supply.rest()
             self.acknowledge()
 
     def batches(self, source: StepSource) -> Generator[Any, None, str | None]:

@@ -27,6 +27,10 @@ class Place(NamedTuple):
     """Items of it that are taken."""
     fingerprint: int
     """The fingerprint of those items."""
+    following: int | None = None
+    """The fingerprint of the item after them; None: not known."""
+    state: str | None = None
+    """The state of the shard's reader behind them; None: it has none."""
 
 
 class Report(NamedTuple):
@@ -38,6 +42,10 @@ class Report(NamedTuple):
     """The shard has further items."""
     fingerprint: int
     """The fingerprint of the shard's items up to there."""
+    following: int = 0
+    """The fingerprint of the item after them; 0 if there is none."""
+    state_bytes: int = 0
+    """How long the state of the shard's reader is there; 0: it has none."""
 
 
 class Segment(NamedTuple):
@@ -87,9 +95,12 @@ class ShardsRead:
             raise CorruptDataError(f"the loader's state of its shards cannot be read: {error!r}") from error
 
 
-def _place(values: Sequence[int]) -> Place:
-    shard, offset, fingerprint = map(_count, values)
-    return Place(shard, offset, fingerprint)
+def _place(values: Sequence[Any]) -> Place:
+    shard, offset, fingerprint = map(_count, values[:3])
+    following, state = values[3:] or (None, None)  # earlier releases did not write them
+    if not isinstance(state, (str, type(None))):
+        raise ValueError(f"{state!r} where the state of a reader was expected")
+    return Place(shard, offset, fingerprint, None if following is None else _count(following), state)
 
 
 def _count(value: Any) -> int:
@@ -145,9 +156,20 @@ class Allotment:
             if report.items:
                 one.segments.append(Segment(one.at.shard, one.at.offset, report.items))
             one.have += report.items
-            one.at = Place(one.at.shard, one.at.offset + report.items, report.fingerprint) if report.more else None
+            after = one.at.offset + report.items
+            one.at = Place(one.at.shard, after, report.fingerprint, report.following) if report.more else None
             one.known = True
         self._advance()
+
+    def place(self, lane: int) -> Place | None:
+        """How far the lane's shard is read; None: it has none."""
+        return self._lanes[lane].at
+
+    def hear_states(self, states: Sequence[str | None]) -> None:
+        """The states of the shards' readers at the places that the step leads to, by lane. Heard once the step is settled."""
+        for one, state in zip(self._lanes, states, strict=True):
+            if one.at is not None:
+                one.at = one.at._replace(state=state)
 
     def segments(self, lane: int) -> list[Segment]:
         """The lane's items, in order."""

@@ -13,6 +13,7 @@ nothing about membership and reduces nothing. None of its parts refers to it: wh
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,9 +29,11 @@ from shoal_worker.data.position_supply import PositionSupply
 from shoal_worker.data.record import SampleRecord
 from shoal_worker.data.sampling import EpochOrders, EpochPlan
 from shoal_worker.data.shard_supply import ShardSupply
+from shoal_worker.data.sources import Sources
 from shoal_worker.data.step_batches import Dealer, DealtSupply, LeasedSupply, Step, Supply
+from shoal_worker.data.stream_evaluation import StreamedEvaluation
 from shoal_worker.data.stream_supply import StreamOrders, StreamSupply
-from shoal_worker.data.streams import ShardedStream, StreamedEvaluation, check_stream, has_items, identity_of_stream, is_stream
+from shoal_worker.data.streams import ShardedStream, check_stream, has_items, identity_of_stream, is_stream, makes_of, names_of
 from shoal_worker.elastic.loader_interface import Placement
 from shoal_worker.settings import WorkerSettings
 from shoal_worker.state.digest import SAMPLES, identity_of
@@ -128,7 +131,8 @@ class ElasticDataLoader:
                 `set_epoch` is called, and the random generators that it holds and the global ones are seeded. Ranks that drew
                 differently are stopped in the epoch's first step (RANKS_DIVERGED).
             collate_fn: makes a batch of a list of samples; None: torch's `default_collate`.
-            num_workers: processes that fetch ahead; 0: fetch in the loop.
+            num_workers: processes that fetch ahead; 0: fetch in the loop. Of a `ShardedStream` they read this rank's shards ahead, of
+                another stream one may; batches are made of the items in the loop.
             pin_memory: put batches in page-locked memory, where there is an accelerator.
             weight_fn: a batch's weight in the mean over the step, in place of its number of samples (unmasked tokens, say).
             name: tells several loaders apart in checkpoints; the same in every rank and after a restart. None: by order of construction.
@@ -177,6 +181,7 @@ class ElasticDataLoader:
         sizes: dict[str, Any] = {"batch_size": size, "micro_batch_size": micro_batch_size, "drop_last": drop_last, "seed": seed}
         self._supply: Supply
         if streams:
+            sizes["num_workers"] = num_workers
             self._progress = LoaderProgress(StreamOrders(dataset, seed=seed, shuffle=shuffle))
             if isinstance(dataset, ShardedStream) and train:
                 supply: StreamSupply = ShardSupply(dataset, self._progress, shuffle=shuffle, **sizes)
@@ -184,10 +189,17 @@ class ElasticDataLoader:
                 supply = PositionSupply(dataset, self._progress, **sizes)
             supply.plan(0)  # refuses sizes that do not fit each other
             self._supply = supply
-            fetcher = Fetcher(supply.items, collate_fn=collate, **workers)
+            # Data workers read the items; batches are made of them here.
+            fetcher = Fetcher(supply.items, collate_fn=collate, **{**workers, "num_workers": 0})
             if not train:
+                batch = micro_batch_size or size
                 self._evaluation = StreamedEvaluation(
-                    dataset, collate_fn=collate, size=micro_batch_size or size, seed=seed, dealing=self.dealing
+                    functools.partial(Sources, makes_of(dataset), num_workers=num_workers, ahead=batch),
+                    names_of(dataset),
+                    collate_fn=collate,
+                    size=batch,
+                    seed=seed,
+                    dealing=self.dealing,
                 )
         else:
             orders = EpochOrders(dataset_length=len(dataset), identity=identity, seed=seed, shuffle=shuffle, sampler=sampler)
@@ -347,7 +359,7 @@ class ElasticDataLoader:
             raise ConfigurationError(
                 f"loader {self.name!r} is a training loader, and evaluating with it would move its cursor; make one with train=False"
             )
-        return self._evaluation
+        return self._evaluation.anew() if isinstance(self._evaluation, StreamedEvaluation) else self._evaluation
 
     # --------------------------------------------------------------------------------------------------- for the session
 

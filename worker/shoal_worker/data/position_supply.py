@@ -7,7 +7,7 @@ asking the others whether the step is short, and whether the epoch ends with it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shoal_common.errors import CorruptDataError
@@ -15,8 +15,8 @@ from shoal_common.errors import CorruptDataError
 from shoal_worker.data.cursor import LoaderProgress
 from shoal_worker.data.sampling import Block, EpochPlan
 from shoal_worker.data.step_batches import DealtStep, dealt_by
-from shoal_worker.data.stream_reader import Mark, SourceReader
-from shoal_worker.data.stream_supply import NO_END, STATE, StreamSupply, part_of_stream, set_epoch_of
+from shoal_worker.data.stream_reader import Mark, Reader
+from shoal_worker.data.stream_supply import NO_END, STATE, StreamSupply, left_behind, part_of_stream, set_epoch_of
 from shoal_worker.elastic.loader_interface import LoaderSession, Placement
 from shoal_worker.state.digest import STREAMED
 
@@ -30,13 +30,16 @@ class PositionSupply(StreamSupply):
         """Which the mark and the reader are of."""
         self._mark = Mark()
         """The mark of the cursor."""
-        self._reader: SourceReader | None = None
+        self._told_epoch = -1
+        """Which epoch the stream was told last."""
+        self._reader: Reader | None = None
         self._told: tuple[DealtStep | None, Mark, dict[str, Any]] | None = None
 
-    def item(self, position: int) -> Any:
+    def items_at(self, positions: Sequence[int]) -> list[Any]:
         """See `StreamSupply`."""
-        assert self._reader is not None
-        return self._reader.item(position)
+        if self._reader is None:
+            raise left_behind()
+        return self._reader.items(positions)
 
     def take(self, placement: Placement, session: LoaderSession, loader: str) -> DealtStep | None:
         """See `Supply`.
@@ -48,11 +51,10 @@ class PositionSupply(StreamSupply):
         cursor = self._progress.cursor
         try:
             reader = self._reader_at_cursor(loader)
-            reader.fill(cursor.samples + self._batch_size + (self._batch_size if self._drop_last else 1), every=self._batch_size)
+            ahead = self._batch_size if self._drop_last else 1
+            reader.fill(cursor.samples + self._batch_size + ahead, states_at=range(cursor.samples, NO_END, self._batch_size))
         except BaseException:  # Ctrl-C too: an iterator that raised goes on no more, and the next one begins at the mark
-            if self._reader is not None:
-                self._reader.close()
-            self._reader = None
+            self._close_readers()
             raise
         plan = self.plan(cursor.epoch)
         positions = plan.step(cursor.samples)
@@ -127,7 +129,7 @@ class PositionSupply(StreamSupply):
         cursor = self._progress.cursor
         return self._mark if (cursor.epoch, cursor.samples) == (self._epoch, self._mark.position) else Mark()
 
-    def _reader_at_cursor(self, loader: str) -> SourceReader:
+    def _reader_at_cursor(self, loader: str) -> Reader:
         epoch, mark = self._progress.cursor.epoch, self._committed_mark()
         if self._epoch != epoch:
             self._close()
@@ -137,9 +139,11 @@ class PositionSupply(StreamSupply):
             reader.drop(mark.position)
             return reader
         self._close()
+        if self._told_epoch != epoch:
+            self._sources.close()  # a data worker has the stream as it was when it was started
+            self._told_epoch = epoch
         set_epoch_of(self._stream, epoch)
-        name = f"loader {loader!r}: the stream {type(self._stream).__qualname__}"
-        self._reader = SourceReader(lambda: self._stream, key=(self._seed, epoch), name=name, at=mark)
+        self._reader = self._sources.open(0, key=(self._seed, epoch), name=f"loader {loader!r}: {self._names[0]}", at=mark)
         return self._reader
 
     def _end_epoch(self) -> None:
@@ -147,6 +151,10 @@ class PositionSupply(StreamSupply):
         self._progress.end_epoch()
 
     def _close(self) -> None:
+        self._close_readers()
+        self._mark = Mark()
+
+    def _close_readers(self) -> None:
         if self._reader is not None:
             self._reader.close()
-        self._reader, self._mark = None, Mark()
+        self._reader = None

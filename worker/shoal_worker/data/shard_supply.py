@@ -1,12 +1,15 @@
 """Deals a `ShardedStream`: each rank reads the shards of its lanes (`lanes.py`), and no others.
 
-Each step is settled by what all ranks tell each other of their lanes, in a short sum or two, before its batches are handed out.
+Each step is settled by what all ranks tell each other of their lanes, in a short sum or two, before its batches are handed out. If readers
+of shards have states, a further sum tells those of the places that the step leads to: whoever goes on with a shard seeks there.
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import xxhash
 from shoal_common.errors import CorruptDataError, PreconditionError
@@ -15,11 +18,18 @@ from shoal_worker.data.cursor import LoaderProgress
 from shoal_worker.data.lanes import Allotment, Place, Report, ShardsRead
 from shoal_worker.data.sampling import Block, EpochPlan, part_of, permutation
 from shoal_worker.data.step_batches import DealtStep
-from shoal_worker.data.stream_reader import Mark, SourceReader
-from shoal_worker.data.stream_supply import STATE, StreamSupply, part_of_stream, set_epoch_of
+from shoal_worker.data.stream_reader import Mark, Reader
+from shoal_worker.data.stream_supply import NO_END, STATE, StreamSupply, left_behind, part_of_stream, set_epoch_of
 from shoal_worker.data.streams import ShardedStream
 from shoal_worker.elastic.loader_interface import LoaderSession, Placement
 from shoal_worker.state.digest import STREAMED
+
+_log = logging.getLogger(__name__)
+
+_NUMBERS: Final = len(Report._fields)
+_BYTES: Final = 6
+"""Bytes of a text that one float64 carries, so that a sum with noughts is exact."""
+_LONGEST_STATE: Final = 64 * 1024
 
 
 class ShardSupply(StreamSupply):
@@ -28,13 +38,13 @@ class ShardSupply(StreamSupply):
     def __init__(self, stream: ShardedStream, progress: LoaderProgress, *, shuffle: bool, **sizes: Any) -> None:
         super().__init__(stream, progress, **sizes)
         self._shards = stream.shards
-        self._read = stream.read
         self._shuffle = shuffle
         assert self._micro_batch_size is not None  # `check_stream`
         starts = range(0, self._batch_size, self._micro_batch_size)
         micro_batches = [min(self._micro_batch_size, self._batch_size - start) for start in starts]
         lanes = min(len(micro_batches), len(self._shards))
         self._sizes = [sum(micro_batches[part_of(len(micro_batches), lane, lanes)]) for lane in range(lanes)]
+        self._sources.ahead = max(self._sizes)
         self._epoch = -1
         """Which all below is of."""
         self._read_so_far = self._nothing_read
@@ -42,15 +52,24 @@ class ShardSupply(StreamSupply):
         """The allotment of the step at hand."""
         self._order: list[int] = []
         """The shard at each place."""
-        self._readers: dict[int, SourceReader] = {}
+        self._readers: dict[int, Reader] = {}
         """The readers of the shards that are this rank's, by place."""
         self._items: dict[int, tuple[int, int]] = {}
         """Place of the shard, and place in it, of this rank's items of the step, by position."""
+        self._told_epoch = -1
+        """Which epoch the stream was told last."""
+        self._first: tuple[int, int | None] = -1, None
+        """An epoch, and the fingerprint of the first item of its first shard, which all ranks read to compare it."""
+        self._warned_of_length = False
 
-    def item(self, position: int) -> Any:
+    def items_at(self, positions: Sequence[int]) -> list[Any]:
         """See `StreamSupply`."""
-        place, offset = self._items[position]
-        return self._readers[place].item(offset)
+        given: list[Any] = []
+        for place, neighbours in itertools.groupby(map(self._items.__getitem__, positions), key=lambda at: at[0]):
+            if (reader := self._readers.get(place)) is None:
+                raise left_behind()
+            given += reader.items([offset for _, offset in neighbours])
+        return given
 
     def take(self, placement: Placement, session: LoaderSession, loader: str) -> DealtStep | None:
         """See `Supply`.
@@ -61,15 +80,21 @@ class ShardSupply(StreamSupply):
         """
         cursor = self._progress.cursor
         self._begin_at_cursor()
+        if placement.world_size > 1 and self._first[0] != cursor.epoch:
+            self._first = cursor.epoch, self._first_item(loader)
         allotment = self._allotment = Allotment(self._read_so_far, shards=len(self._order), sizes=self._sizes)
         mine = range(len(self._sizes))[part_of(len(self._sizes), placement.rank, placement.world_size)]
         self._keep_readers({place.shard for lane in mine if (place := self._read_so_far.lanes[lane]) is not None})
-        whole = True
+        whole, lengths = True, [0] * len(self._sizes)
         while whole and not allotment.settled:
-            own = [self._read_lane(allotment.to_read(lane), loader) if lane in mine else None for lane in range(len(self._sizes))]
+            wanted = [allotment.to_read(lane) if lane in mine else None for lane in range(len(self._sizes))]
+            own = self._read_lanes(wanted, loader)
             everyones = self._tell(own, allotment, placement, session)
             whole = everyones is not None
             allotment.hear(own if everyones is None else everyones)
+            for lane, report in enumerate(everyones or ()):
+                lengths[lane] = report.state_bytes if report is not None else lengths[lane]
+        whole = whole and self._tell_states(lengths, mine, allotment, placement, session)
         total = sum(allotment.counts())
         if whole and (not total or (self._drop_last and total < self._batch_size)):
             self._check_not_empty(total, loader)
@@ -106,9 +131,16 @@ class ShardSupply(StreamSupply):
         return {"samples": samples, "expected": dealt.positions.stop, "dataset": -1, "drawn": False}
 
     def dealing(self, epoch: int) -> dict[str, Any]:
-        """See `Supply`: what is read of each shard at the end of the step at hand."""
-        read = self._allotment.after if self.current is not None and self._allotment is not None else self._committed()
-        return {STREAMED: xxhash.xxh3_64_hexdigest(repr(read).encode())}
+        """See `Supply`: what is read of each shard at the end of the step at hand, and the first item of the epoch's first shard.
+
+        A shard that is read by one rank alone could be read otherwise by another, as where `read` splits by rank: nobody would train on
+        the rest. So one item is read by all.
+        """
+        read, first = self._committed(), None
+        if self.current is not None and self._allotment is not None:
+            read, first = self._allotment.after, self._first
+        places = [place and place[:3] for place in (*read.lanes, *read.waiting)]
+        return {STREAMED: xxhash.xxh3_64_hexdigest(repr((places, read.next_shard, first)).encode())}
 
     @property
     def ends_epoch(self) -> bool:
@@ -156,6 +188,9 @@ class ShardSupply(StreamSupply):
         if epoch != self._epoch:
             self._forget()
             self._epoch, self._order = epoch, self._order_of(epoch)
+        if self._told_epoch != epoch:
+            self._sources.close()  # data workers have the stream as it was when they were started
+            self._told_epoch = epoch
             set_epoch_of(self._stream, epoch)
         self._read_so_far = read
 
@@ -166,32 +201,68 @@ class ShardSupply(StreamSupply):
         self._keep_readers(())
         self._allotment, self._read_so_far, self._items = None, self._nothing_read, {}
 
+    def _close_readers(self) -> None:
+        self._keep_readers(())
+
     def _keep_readers(self, places: Iterable[int]) -> None:
         kept = set(places)
         for place in [place for place in self._readers if place not in kept]:
             self._readers.pop(place).close()
 
-    def _read_lane(self, wanted: tuple[Place, int] | None, loader: str) -> Report | None:
-        """Reads what a lane of this rank needs in a round."""
+    def _read_lanes(self, wanted: Sequence[tuple[Place, int] | None], loader: str) -> list[Report | None]:
+        """Reads what the lanes of this rank need in a round. Data workers do so at once: all are asked before one is waited for."""
+        try:
+            for at, _ in filter(None, wanted):
+                self._open(at, loader)
+            for lane, one in enumerate(wanted):
+                if one is not None:
+                    upto, states_at = self._range_of(lane, *one)
+                    self._readers[one[0].shard].expect(upto, states_at=states_at)
+            return [self._read_lane(lane, one) for lane, one in enumerate(wanted)]
+        except BaseException:  # Ctrl-C too: an iterator that raised goes on no more
+            self._close_readers()
+            raise
+
+    def _first_item(self, loader: str) -> int:
+        shard = self._order[0]
+        key = (self._seed, self._epoch, shard)
+        reader = self._sources.open(shard, key=key, name=f"loader {loader!r}: {self._names[shard]}")
+        try:
+            reader.fill(1)
+            return reader.mark(min(1, reader.stop)).fingerprint
+        finally:
+            reader.close()
+
+    def _open(self, at: Place, loader: str) -> None:
+        """Sees to it that there is a reader which stands at this place."""
+        reader = self._readers.get(at.shard)
+        mark = Mark(position=at.offset, fingerprint=at.fingerprint, following=at.following, state=at.state)
+        if reader is None or not reader.holds(mark):
+            self._keep_readers(self._readers.keys() - {at.shard})
+            shard = self._order[at.shard]
+            key = (self._seed, self._epoch, shard)
+            self._readers[at.shard] = self._sources.open(shard, key=key, name=f"loader {loader!r}: {self._names[shard]}", at=mark)
+
+    def _range_of(self, lane: int, at: Place, most: int) -> tuple[int, range]:
+        """Up to where a lane's shard is read in a round, and where its state is kept: where the step will probably end, and those that a
+        data worker comes to ahead of them."""
+        stop, each = at.offset + most, self._sizes[lane]
+        return stop + 1, range(stop or each, NO_END, each)  # of a shard that is not begun no state is needed
+
+    def _read_lane(self, lane: int, wanted: tuple[Place, int] | None) -> Report | None:
+        """Reads what one lane needs in a round."""
         if wanted is None:
             return None
         at, most = wanted
-        reader = self._readers.get(at.shard)
-        mark = Mark(position=at.offset, fingerprint=at.fingerprint)
-        if reader is None or not reader.holds(mark):
-            shard = self._order[at.shard]
-            name = f"loader {loader!r}: shard {self._shards[shard]!r}"
-            self._keep_readers(self._readers.keys() - {at.shard})
-            key = (self._seed, self._epoch, shard)
-            reader = self._readers[at.shard] = SourceReader(lambda: self._read(self._shards[shard]), key=key, name=name, at=mark)
-        try:
-            reader.fill(at.offset + most + 1)
-        except BaseException:  # Ctrl-C too: an iterator that raised goes on no more
-            self._readers.pop(at.shard).close()
-            raise
+        reader = self._readers[at.shard]
+        upto, states_at = self._range_of(lane, at, most)
+        reader.fill(upto, states_at=states_at)
         count = min(most, reader.stop - at.offset)
         after = at.offset + count
-        return Report(count, reader.stop > after, reader.mark(after).fingerprint)
+        reached = reader.mark(after)
+        more = reader.stop > after
+        following = reached.following if more and reached.following is not None else 0
+        return Report(count, more, reached.fingerprint, following, len(self._state_of(at.shard, after)) if more else 0)
 
     def _tell(
         self, own: Sequence[Report | None], allotment: Allotment, placement: Placement, session: LoaderSession
@@ -201,16 +272,16 @@ class ShardSupply(StreamSupply):
         Raises:
             PreconditionError (STREAM_NOT_REPEATED): another rank of this replica read something else in this rank's lanes.
         """
-        leads = placement.leads_replica
-        numbers = [float(number) for report in own for number in (report if report is not None and leads else (0, 0, 0))]
-        summed = session.sum_numbers(numbers)
+        nothing = (0,) * _NUMBERS
+        reports = [report if report is not None and placement.leads_replica else nothing for report in own]
+        summed = session.sum_numbers([float(number) for report in reports for number in report])
         if summed is None:
             return None
         told: list[Report | None] = []
         for lane, mine in enumerate(own):
-            count, more, fingerprint = map(int, summed[3 * lane : 3 * lane + 3])
-            report = Report(count, bool(more), fingerprint) if allotment.to_read(lane) is not None else None
-            if mine is not None and report != mine:
+            count, more, *others = map(int, summed[_NUMBERS * lane : _NUMBERS * (lane + 1)])
+            report = Report(count, bool(more), *others) if allotment.to_read(lane) is not None else None
+            if mine is not None and (report is None or report._replace(state_bytes=0) != mine._replace(state_bytes=0)):
                 raise PreconditionError(
                     f"two ranks of one replica of the model read different items of a shard: {mine} here, {report} there; a shard must "
                     "give the same items on every machine",
@@ -218,6 +289,42 @@ class ShardSupply(StreamSupply):
                 )
             told.append(report)
         return told
+
+    def _state_of(self, place: int, offset: int) -> bytes:
+        """The state of the reader of a shard of this rank, as it is told to the others; empty: there is none, or it is too long."""
+        state = (self._readers[place].state_at(offset) or "").encode()
+        if len(state) <= _LONGEST_STATE:
+            return state
+        if not self._warned_of_length:
+            self._warned_of_length = True
+            _log.warning(
+                "the state_dict of the reader of shard %r takes %d bytes, and at most %d are told to the other ranks in each step: whoever "
+                "goes on with the shard passes over what was trained on; keep items, such as those of a shuffle buffer, out of the state",
+                self._shards[self._order[place]],
+                len(state),
+                _LONGEST_STATE,
+            )
+        return b""
+
+    def _tell_states(self, lengths: Sequence[int], mine: range, allotment: Allotment, placement: Placement, session: LoaderSession) -> bool:
+        """Tells the states of the readers of this rank's shards at the places that the step leads to, and hears the others'. `lengths`:
+        theirs in bytes, by lane. False: a rank failed, and the step is void."""
+        if not any(lengths):
+            return True
+        own = [b""] * len(lengths)
+        for lane in mine:
+            if placement.leads_replica and lengths[lane] and (place := allotment.place(lane)) is not None:
+                own[lane] = self._state_of(place.shard, place.offset)
+        rooms = [-(-length // _BYTES) for length in lengths]
+        numbers = [number for state, room in zip(own, rooms, strict=True) for number in _as_numbers(state, room)]
+        summed = session.sum_numbers(numbers)
+        if summed is None:
+            return False
+        stops = list(itertools.accumulate(rooms))
+        cuts = [summed[stop - room : stop] for stop, room in zip(stops, rooms, strict=True)]
+        states = [_from_numbers(cut, length) for cut, length in zip(cuts, lengths, strict=True)]
+        allotment.hear_states([state.decode() or None for state in states])
+        return True
 
     def _placed(self, allotment: Allotment, lane: int, start: int) -> tuple[range, list[tuple[int, int]]]:
         """The positions of a lane's items, and where they are."""
@@ -237,3 +344,14 @@ class ShardSupply(StreamSupply):
             lanes.append([Block(index=number + i, positions=positions[at : at + self._micro_batch_size]) for i, at in enumerate(cuts)])
             number, start = number + len(cuts), start + count
         return lanes
+
+
+def _as_numbers(data: bytes, room: int) -> list[float]:
+    """`data` as `room` numbers, for a sum in which all others give noughts."""
+    padded = data.ljust(room * _BYTES, b"\0")
+    return [float(int.from_bytes(padded[at : at + _BYTES], "little")) for at in range(0, room * _BYTES, _BYTES)]
+
+
+def _from_numbers(numbers: Sequence[float], length: int) -> bytes:
+    """The inverse, of data of so many bytes."""
+    return b"".join(int(number).to_bytes(_BYTES, "little") for number in numbers)[:length]

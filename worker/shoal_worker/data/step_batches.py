@@ -330,6 +330,9 @@ class Supply(abc.ABC):
     def ends_epoch(self) -> bool:
         """The current step is known to be the last of its epoch."""
 
+    def rest(self) -> None:  # noqa: B027  # most supplies read nothing
+        """The loop is left: ends what reads ahead for it."""
+
     def acknowledge(self, session: LoaderSession) -> None:  # noqa: B027  # most supplies have nothing to say
         """The loop is left: tells of finished batches that no further lease would tell of. Raises ShoalError when it could not."""
 

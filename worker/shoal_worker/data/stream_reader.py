@@ -13,12 +13,13 @@ Knows nothing of ranks and steps. Used by one thread.
 
 from __future__ import annotations
 
+import abc
 import base64
 import copy
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -51,8 +52,70 @@ class Mark:
     """The source's own state there; None: it has none, or none that can be saved."""
 
 
-class SourceReader:
-    """One source, read from a mark on."""
+class Reader(abc.ABC):
+    """What is known of one source that is read from a mark on: by this process, or by a data worker."""
+
+    def __init__(self, at: Mark) -> None:
+        self.first = at.position
+        """Position of the first item held."""
+        self.end: int | None = None
+        """Number of items in the source, once it is known."""
+        self._before = at.fingerprint
+        """The fingerprint of all items before `first`."""
+        self._prints: deque[int] = deque()
+        """The fingerprints of the items held, from `first` on."""
+        self._states: dict[int, str | None] = {}
+
+    @property
+    def stop(self) -> int:
+        """Position after the last item held."""
+        return self.first + len(self._prints)
+
+    @abc.abstractmethod
+    def items(self, positions: Iterable[int]) -> list[Any]:
+        """Copies of the items at `positions`, which are held: what is made of them in place is not seen when a step is done again."""
+
+    def expect(self, upto: int, *, states_at: Container[int] = ()) -> None:  # noqa: B027  # what this process reads, it reads in `fill`
+        """Says what the next `fill` will be called with, for a data worker to begin."""
+
+    @abc.abstractmethod
+    def fill(self, upto: int, *, states_at: Container[int] = ()) -> None:
+        """Reads until the items before `upto` are held, or the source ends. Keeps the source's state at the positions `states_at`, which
+        is what `mark` gives there.
+
+        Raises what the source raises; the reader is of no further use then.
+        """
+
+    def holds(self, mark: Mark) -> bool:
+        """Whether this reader stands at `mark`, or before it with all items up to there."""
+        return self.first <= mark.position <= self.stop and self.mark(mark.position).fingerprint == mark.fingerprint
+
+    def state_at(self, position: int) -> str | None:
+        """The source's state at a position where `fill` was to keep it; None: it has none."""
+        return self._states.get(position)
+
+    def mark(self, position: int) -> Mark:
+        """The mark of `position`, from `first` to `stop`."""
+        before = self._before
+        for each in itertools.islice(self._prints, position - self.first):
+            before = chained(before, each)
+        following = self._prints[position - self.first] if position < self.stop else _END if position == self.end else None
+        return Mark(position=position, fingerprint=before, following=following, state=self._states.get(position))
+
+    def drop(self, position: int) -> None:
+        """The items before `position` are not needed any more."""
+        while self.first < position:
+            self._before = chained(self._before, self._prints.popleft())
+            self.first += 1
+        self._states = {at: state for at, state in self._states.items() if at >= position}
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends the iteration: a generator closes its files."""
+
+
+class SourceReader(Reader):
+    """One source, read by this process."""
 
     def __init__(self, make: Callable[[], Iterable[Any]], *, key: Sequence[int], name: str, at: Mark | None = None) -> None:
         """`make` gives the source; called once for each time that it is iterated. `key`: of the random numbers. `name`: for errors.
@@ -61,65 +124,48 @@ class SourceReader:
             PreconditionError (STREAM_NOT_REPEATED): the source gave other items than those before `at`.
         """
         at = at or Mark()
-        self.first = at.position
-        """Position of the first item held."""
-        self.end: int | None = None
-        """Number of items in the source, once it is known."""
+        super().__init__(at)
         self._make = make
         self._key = tuple(key)
         self._name = name
-        self._before = at.fingerprint
-        """The fingerprint of all items before `first`."""
-        self._held: deque[tuple[int, Any]] = deque()
-        """Fingerprint and item, from `first` on."""
-        self._states: dict[int, str | None] = {}
+        self._items: deque[Any] = deque()
         self._expected = at.following
         """What the item at `stop` has to be, if that is known."""
         self._source, self._iterator = self._open(at)
 
-    @property
-    def stop(self) -> int:
-        """Position after the last item held."""
-        return self.first + len(self._held)
+    def items(self, positions: Iterable[int]) -> list[Any]:
+        """See `Reader`."""
+        return [_copied(self._items[position - self.first]) for position in positions]
 
-    def item(self, position: int) -> Any:
-        """A copy of the item at `position`, which is held: what is made of it in place is not seen when a step is done again."""
-        return _copied(self._held[position - self.first][1])
+    def raw_items(self, positions: Iterable[int]) -> list[Any]:
+        """The items themselves, for whoever copies them anyway."""
+        return [self._items[position - self.first] for position in positions]
 
-    def holds(self, mark: Mark) -> bool:
-        """Whether this reader stands at `mark`, or before it with all items up to there."""
-        return self.first <= mark.position <= self.stop and self.mark(mark.position).fingerprint == mark.fingerprint
-
-    def fill(self, upto: int, *, every: int = 0) -> None:
-        """Reads until the items before `upto` are held, or the source ends. Keeps the source's state at `first` and each `every` items
-        after it, which is what `mark` gives there; 0: nowhere.
-
-        Raises what the source raises; the reader is of no further use then.
-        """
+    def fill(self, upto: int, *, states_at: Container[int] = ()) -> None:
+        """See `Reader`."""
         while self.end is None and self.stop < upto:
-            if every and (self.stop - self.first) % every == 0 and self.stop not in self._states:
+            if self.stop in states_at and self.stop not in self._states:
                 self._states[self.stop] = self._state()
             self._pull()
 
-    def mark(self, position: int) -> Mark:
-        """The mark of `position`, from `first` to `stop`."""
-        before = self._before
-        for mark, _ in itertools.islice(self._held, position - self.first):
-            before = chained(before, mark)
-        following = self._held[position - self.first][0] if position < self.stop else _END if position == self.end else None
-        return Mark(position=position, fingerprint=before, following=following, state=self._states.get(position))
+    def news(self, known: int, upto: int) -> tuple[list[int], dict[int, str | None], int | None]:
+        """What `fill(upto)` has made known, for a reader elsewhere that knew of the items before `known`: fingerprints, states, the end."""
+        stop = min(self.stop, max(known, upto))
+        prints = list(itertools.islice(self._prints, known - self.first, stop - self.first))
+        states = {at: state for at, state in self._states.items() if known <= at <= stop}
+        return prints, states, self.end if self.end is not None and self.end < upto else None
 
     def drop(self, position: int) -> None:
-        """The items before `position` are not needed any more."""
-        while self.first < position:
-            self._before = chained(self._before, self._held.popleft()[0])
-            self.first += 1
-        self._states = {at: state for at, state in self._states.items() if at >= position}
+        """See `Reader`."""
+        for _ in range(position - self.first):
+            self._items.popleft()
+        super().drop(position)
 
     def close(self) -> None:
-        """Ends the iteration: a generator closes its files."""
+        """See `Reader`."""
         _close(self._iterator)
-        self._held.clear()
+        self._prints.clear()
+        self._items.clear()
 
     # ------------------------------------------------------------------------------------------------------------- opening
 
@@ -170,7 +216,7 @@ class SourceReader:
             _close(iterator)
             return None
         self._states[at.position] = state
-        self._held.append((found, item))
+        self._hold(found, item)
         self._expected = None
         return source, iterator
 
@@ -189,7 +235,11 @@ class SourceReader:
         if expected not in (None, found):
             raise self._not_repeated(f"item {at} (from 0) is another one than before")
         self._expected = None
-        self._held.append((found, item))
+        self._hold(found, item)
+
+    def _hold(self, found: int, item: Any) -> None:
+        self._prints.append(found)
+        self._items.append(item)
 
     def _state(self) -> str | None:
         candidates: tuple[tuple[str, Any], ...] = (("iterator", self._iterator), ("source", self._source))

@@ -1,8 +1,8 @@
 """What both ways to deal a stream have in common: by position, where every rank reads all of it (`position_supply.py`), or by shards, of
 which each rank reads its own (`shard_supply.py`).
 
-What is read of a source lies in its reader until the step that has it is committed. The marks of committed positions are the supply's part
-of the loader's state.
+What is read of a source lies in its reader, here or in a data worker, until the step that has it is committed. The marks of committed
+positions are the supply's part of the loader's state.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from shoal_common.errors import ConfigurationError
+from shoal_common.errors import ConfigurationError, PreconditionError
 
 from shoal_worker.data.cursor import LoaderProgress
 from shoal_worker.data.fetch import Request
 from shoal_worker.data.sampling import Block, EpochPlan
+from shoal_worker.data.sources import Sources
 from shoal_worker.data.step_batches import DealtStep, Supply
-from shoal_worker.data.streams import identity_of_stream
+from shoal_worker.data.streams import identity_of_stream, makes_of, names_of
 
 STATE: Final = "stream"
 """The name of a stream's part of its loader's state."""
@@ -43,10 +44,20 @@ class StreamSupply(Supply):
     """What both ways to deal a stream have in common. `items` is a dataset, by position in the epoch, for the `Fetcher`."""
 
     def __init__(
-        self, stream: Any, progress: LoaderProgress, *, batch_size: int, micro_batch_size: int | None, drop_last: bool, seed: int
+        self,
+        stream: Any,
+        progress: LoaderProgress,
+        *,
+        batch_size: int,
+        micro_batch_size: int | None,
+        drop_last: bool,
+        seed: int,
+        num_workers: int,
     ) -> None:
         super().__init__(progress)
         self._stream = stream
+        self._sources = Sources(makes_of(stream), num_workers=num_workers, ahead=batch_size)
+        self._names = names_of(stream)
         self._batch_size = batch_size
         self._micro_batch_size = micro_batch_size
         self._drop_last = drop_last
@@ -58,8 +69,18 @@ class StreamSupply(Supply):
         return _Items(self)
 
     @abc.abstractmethod
-    def item(self, position: int) -> Any:
-        """The item at a position of the step at hand."""
+    def items_at(self, positions: Sequence[int]) -> list[Any]:
+        """The items at positions of the step at hand."""
+
+    @abc.abstractmethod
+    def _close_readers(self) -> None:
+        """Ends all readers. What they held is read again where it is needed."""
+
+    def rest(self) -> None:
+        """See `Supply`. What this process reads stays open, for a loop that goes on."""
+        if self._sources.has_workers:
+            self._close_readers()
+            self._sources.close()
 
     def request(self, dealt: DealtStep, block: Block) -> Request:
         """See `Supply`."""
@@ -103,7 +124,18 @@ class _Items(Sequence[Any]):
         return NO_END
 
     def __getitem__(self, position: Any) -> Any:
-        return self._supply.item(position)
+        return self._supply.items_at([position])[0]
+
+    def __getitems__(self, positions: Sequence[int]) -> list[Any]:
+        return self._supply.items_at(positions)
+
+
+def left_behind() -> PreconditionError:
+    """The error for a batch of a step whose readers are closed."""
+    return PreconditionError(
+        "this step's batches can no longer be taken: the loop over steps() that gave it was left, and its data workers ended with it; take "
+        "them inside of the loop, or leave num_workers out"
+    )
 
 
 def set_epoch_of(stream: Any, epoch: int) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import json
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import PurePath
@@ -13,10 +12,6 @@ import xxhash
 from shoal_common.errors import ConfigurationError
 from torch.utils.data import Dataset, IterableDataset
 
-from shoal_worker.data.fetch import seeded
-from shoal_worker.data.fingerprints import chained, fingerprint
-from shoal_worker.state.digest import STREAMED
-
 
 class ShardedStream(IterableDataset[Any]):
     """A stream in shards, such as .tar files, of which an elastic job reads each once an epoch: for sources that are too dear for every
@@ -24,8 +19,8 @@ class ShardedStream(IterableDataset[Any]):
 
     An `ElasticDataLoader` with `micro_batch_size=` deals whole shards: each is read by one data-parallel rank at a time, several at once. A
     shard whose reader dies is gone on with by another rank, behind the last item of it that a committed step has trained on. Which items
-    a step has depends on the shards and the sizes of the batches, and not on the number of ranks. `shuffle=True` shuffles the order of the
-    shards each epoch.
+    a step has depends on the shards and the sizes of the batches, and not on the number of ranks or data workers. `shuffle=True` shuffles
+    the order of the shards each epoch. With `train=False` each shard is evaluated by one rank, if there are as many as ranks.
 
     Iterated by itself, it gives the items of all shards in their order.
     """
@@ -34,8 +29,9 @@ class ShardedStream(IterableDataset[Any]):
         """
         Args:
             shards: what `read` is called with, such as paths; the same on every rank, in the same order.
-            read: gives a shard's items. It must give the same items in the same order each time that it is called with a shard. Random
-                numbers that it draws from the global generators of torch, NumPy and Python do.
+            read: gives a shard's items. It must give the same items in the same order each time that it is called with a shard, on any
+                rank. Random numbers that it draws from the global generators of torch, NumPy and Python do. If what it gives has
+                `state_dict` and `load_state_dict`, or its iterator has, whoever goes on with a shard seeks instead of passing over.
 
         Raises:
             ConfigurationError: there is no shard, or `shards` has no length.
@@ -53,46 +49,6 @@ class ShardedStream(IterableDataset[Any]):
             yield from self.read(shard)
 
 
-class StreamedEvaluation:
-    """The batches of a stream, for evaluation: by number, read past those that are not wanted. Nobody knows how many there are."""
-
-    def __init__(self, stream: Any, *, collate_fn: Callable[[list[Any]], Any], size: int, seed: int, dealing: str) -> None:
-        """`size`: of a batch. `dealing`: what the batches follow from, the same on all ranks."""
-        self.dealing = dealing
-        self.ended = "{}"
-        """What the stream gave, when it was read to its end: the same on all ranks."""
-        self._stream = stream
-        self._collate = collate_fn
-        self._size = size
-        self._seed = seed
-
-    def __iter__(self) -> Iterator[Any]:
-        """All batches of the stream, from its first item on."""
-        return (batch for _, batch in self.read(itertools.count()))
-
-    def read(self, numbers: Iterable[int]) -> Iterator[tuple[int, Any]]:
-        """(number, batch) for these numbers, ascending and perhaps without an end, as far as there are such batches."""
-        with seeded((self._seed, 0)):
-            items = iter(self._stream)
-        wanted = iter(numbers)
-        next_wanted = next(wanted, None)
-        read, given = 0, 0
-        for number in itertools.count():
-            if next_wanted is None:
-                return
-            with seeded((self._seed, 0, number)):
-                cut = list(itertools.islice(items, self._size))
-                batch = self._collate(cut) if cut and number == next_wanted else None
-            for item in cut:
-                read, given = read + 1, chained(given, fingerprint(item))
-            if not cut:
-                self.ended = json.dumps({STREAMED: f"{read} items, {given:012x}"})
-                return
-            if number == next_wanted:
-                yield number, batch
-                next_wanted = next(wanted, None)
-
-
 def is_stream(dataset: Any) -> bool:
     """Whether a loader has to read `dataset` in its own order: it can be iterated, and gives no samples by index."""
     kind = type(dataset)
@@ -108,6 +64,24 @@ def has_items(dataset: Any) -> bool:
     """Whether samples can be had by index. torch's base class has a __getitem__ that only raises."""
     getitem = getattr(type(dataset), "__getitem__", None)
     return getitem is not None and getitem is not Dataset.__getitem__
+
+
+def makes_of(stream: Any) -> list[Callable[[], Iterable[Any]]]:
+    """What gives the sources that a stream is read from: its shards, or itself."""
+    if isinstance(stream, ShardedStream):
+        return [functools.partial(stream.read, shard) for shard in stream.shards]
+    return [functools.partial(_itself, stream)]
+
+
+def names_of(stream: Any) -> list[str]:
+    """What these sources are called in errors."""
+    if isinstance(stream, ShardedStream):
+        return [f"shard {shard!r}" for shard in stream.shards]
+    return [f"the stream {type(stream).__qualname__}"]
+
+
+def _itself(stream: Any) -> Any:
+    return stream
 
 
 def identity_of_stream(stream: Any) -> str:
@@ -147,10 +121,11 @@ def check_stream(
         raise ConfigurationError(
             f"shuffle=True, and {what}, whose order is its own: leave shuffle out, and shuffle in the stream, by its set_epoch(epoch)"
         )
-    if num_workers:
+    if num_workers > 1 and not isinstance(stream, ShardedStream):
         raise ConfigurationError(
-            f"num_workers={num_workers}, and {what}, which has one order that one process reads: leave num_workers out. A stream that is "
-            "slow to read is better cut into shards (shoal.ShardedStream), which several ranks read at once"
+            f"num_workers={num_workers}, and {what}, which has one order that one process reads: with num_workers=1 it reads ahead while "
+            "the rank trains. A stream that is slower to read than that is better cut into shards (shoal.ShardedStream), which several "
+            "ranks read at once, each with several data workers"
         )
     if isinstance(stream, ShardedStream) and micro_batch_size is None and train:
         raise ConfigurationError(

@@ -13,8 +13,9 @@ import contextlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from typing import TYPE_CHECKING, Any, Protocol
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
@@ -23,7 +24,7 @@ from torch.utils.data import DistributedSampler, RandomSampler, SubsetRandomSamp
 
 from shoal_worker.elastic.divergence import evaluations_apart
 from shoal_worker.elastic.loader_interface import StepStatus
-from shoal_worker.state.digest import SAMPLES, identity_of
+from shoal_worker.state.digest import SAMPLES, STREAMED, identity_of
 
 if TYPE_CHECKING:
     from shoal_worker.elastic.group import Channel
@@ -125,16 +126,43 @@ Sums = dict[str, float]
 
 
 class Batches(Protocol):
-    """Batches by number. Without `__len__` they are a stream's: how many there are is known at its end, and `ended` says of all that
-    was read what has to be the same on all ranks, as a JSON object."""
+    """Batches by number."""
 
     @property
     def dealing(self) -> str:
         """What the batches follow from, as a JSON object: the same on all ranks."""
         ...
 
+    def __len__(self) -> int:
+        """How many there are: their numbers begin with 0."""
+        ...
+
     def read(self, numbers: Iterable[int]) -> Iterator[tuple[int, Any]]:
-        """The batches of these numbers, ascending, as far as there are such."""
+        """The batches of these numbers, ascending."""
+        ...
+
+
+@runtime_checkable
+class StreamedBatches(Protocol):
+    """Batches of a stream, with numbers that have gaps: how many there are is known at the end of what is read."""
+
+    @property
+    def dealing(self) -> str:
+        """See `Batches`."""
+        ...
+
+    @property
+    def ended(self) -> str:
+        """What was read to its end on this rank, as a JSON object: by the name of what was read how much it gave, and what must be the same
+        on all ranks that read it."""
+        ...
+
+    def deal(self, held: Collection[int], ended: Iterable[str], rank: int, world_size: int) -> Any:
+        """What `rank` is to compute, for `read`. `held`: numbers of batches that some rank has computed. `ended`: each rank's."""
+        ...
+
+    def read(self, parts: Any) -> Iterator[tuple[int, Any]]:
+        """The batches of what was dealt, with their numbers."""
         ...
 
 
@@ -172,46 +200,59 @@ class IteratedBatches:
                     return
 
 
-def evaluate(session: Session, model: nn.Module, batches: Batches, fn: Callable[[nn.Module, Any], Mapping[str, Any]]) -> Sums:
+def evaluate(
+    session: Session, model: nn.Module, batches: Batches | StreamedBatches, fn: Callable[[nn.Module, Any], Mapping[str, Any]]
+) -> Sums:
     """Sums what `fn(model, batch)` gives over all `batches`. The model is in evaluation mode meanwhile, without gradients.
 
     In a joiner that still replays its script only the first batch is computed: nobody uses the answer.
     """
     results: dict[int, Sums] = {}
 
-    def numbers() -> Iterable[int]:
-        return range(len(batches)) if isinstance(batches, Sized) else itertools.count()
+    def dealt(held: Collection[int], ended: Iterable[str], rank: int, world_size: int) -> Any:
+        if isinstance(batches, StreamedBatches):
+            return batches.deal(held, ended, rank, world_size)
+        return itertools.islice((n for n in range(len(batches)) if n not in held), rank, None, world_size)
 
-    def compute(wanted: Iterable[int]) -> None:
-        for number, batch in batches.read(wanted):
+    def compute(wanted: Any, most: int | None = None) -> None:
+        for number, batch in itertools.islice(batches.read(wanted), most):
             results[number] = _sums(fn(model, batch))
             session.progress.entered()
 
+    def ended() -> str:
+        return batches.ended if isinstance(batches, StreamedBatches) else "{}"
+
     def body(channel: Channel) -> Sums:
-        everyones_own = [json.loads(told) for told in channel.exchange(json.dumps([batches.dealing, sorted(results)]).encode())]
-        dealings = [dealing for dealing, _ in everyones_own]
+        own = json.dumps([batches.dealing, sorted(results), ended()]).encode()
+        everyones_own = [json.loads(told) for told in channel.exchange(own)]
+        dealings = [dealing for dealing, _, _ in everyones_own]
         if len(set(dealings)) > 1:
             raise evaluations_apart(dealings)
-        held = {n for _, numbers in everyones_own for n in numbers}
-        missing = (n for n in numbers() if n not in held)
+        held = {n for _, numbers, _ in everyones_own for n in numbers}
         with session.whole_for(channel):
-            compute(itertools.islice(missing, channel.rank, None, channel.world_size))
+            compute(dealt(held, [end for _, _, end in everyones_own], channel.rank, channel.world_size))
         everyones: dict[int, Sums] = {}
-        computed = json.dumps([list(results.items()), getattr(batches, "ended", "{}")]).encode()
-        told = [json.loads(each) for each in channel.exchange(computed)]
-        ends = [ended for _, ended in told]
-        if len(set(ends)) > 1:
-            raise evaluations_apart(ends)
+        told = [json.loads(each) for each in channel.exchange(json.dumps([list(results.items()), ended()]).encode())]
+        _check_ends([json.loads(end) for _, end in told])
         for own, _ in told:
             everyones.update((number, sums) for number, sums in own)
         return _total(everyones[n] for n in sorted(everyones))
 
     with evaluating(model), torch.no_grad():
         if session.is_joining:
-            compute(itertools.islice(numbers(), 1))
+            compute(dealt((), (), 0, sys.maxsize), most=1)
             return _total(results.values())
         total: Sums = session.operation("evaluate", body)
         return total
+
+
+def _check_ends(ends: Sequence[Mapping[str, Any]]) -> None:
+    """Raises PreconditionError (RANKS_DIVERGED): ranks that read the same to its end found something else. `ends`: of each rank."""
+    for name in {name: None for each in ends for name in each}:
+        first = next(each[name] for each in ends if name in each)
+        found = [each.get(name, first) for each in ends]
+        if any(each != first for each in found):
+            raise evaluations_apart([json.dumps({STREAMED: each[1]}) for each in found])
 
 
 def _sums(told: Any) -> Sums:

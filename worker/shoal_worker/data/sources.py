@@ -1,0 +1,393 @@
+"""The sources that a stream has, one or a list of shards, each read by this process or by a data worker that reads ahead.
+
+A data worker is a process that reads some of the sources and nothing else: what it reads of each follows from the source and from where
+it was opened, and not from which worker it is, nor from how far ahead it came. The rank asks for items and gets no more than it would have
+read itself. Workers know nothing of ranks and steps; they live until the epoch ends or the loop is left, and die with their rank
+(`fetch.py`). What a source raises is raised in the rank, when it comes to that item.
+
+Used by one thread; each worker's side by the one thread of its process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import itertools
+import multiprocessing
+import multiprocessing.connection
+import pickle
+import signal
+import traceback
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from shoal_common.errors import ConfigurationError, InternalError, PreconditionError
+
+from shoal_worker.data.fetch import tie_to_parent
+from shoal_worker.data.stream_reader import Mark, Reader, SourceReader
+
+_END_WITHIN_S: Final = 2.0
+"""How long a worker that was told to end may take, before it is killed: it may be in the middle of an item."""
+
+_ANSWERED: Final = ("fill", "items")
+"""Questions that have an answer."""
+
+Make = Callable[[], Iterable[Any]]
+
+
+class Sources:
+    """Opens sources by number."""
+
+    def __init__(self, makes: Sequence[Make], *, num_workers: int, ahead: int) -> None:
+        """`makes`: give the sources. `num_workers`: how many processes read them; 0: this one does. `ahead`: items of a source that a
+        worker reads beyond those that it was asked for."""
+        self._makes = makes
+        self.ahead = ahead
+        """What the workers are told that are started from now on."""
+        self._num_workers = num_workers
+        self._workers: list[_Worker] = []
+
+    def open(self, number: int, *, key: Sequence[int], name: str, at: Mark | None = None) -> Reader:
+        """A reader of source `number`. `key`: of its random numbers. `name`: for errors. `at`: where it is to begin.
+
+        Raises:
+            PreconditionError (STREAM_NOT_REPEATED): the source gave other items than those before `at`. Of a worker, `fill` raises it.
+        """
+        if not self._num_workers:
+            return SourceReader(self._makes[number], key=key, name=name, at=at)
+        if not self._workers:
+            # At the process's end multiprocessing would ask them to end by SIGTERM, which they leave to the rank.
+            atexit.register(self.close)
+            self._workers = [_Worker(self._makes, self.ahead) for _ in range(self._num_workers)]
+        worker = min(self._workers, key=lambda each: each.open_readers)
+        return RemoteReader(worker, number, key=key, name=name, at=at or Mark())
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether data workers read."""
+        return self._num_workers > 0
+
+    @property
+    def at_once(self) -> int:
+        """How many sources are worth having open at once."""
+        return max(1, self._num_workers)
+
+    def close(self) -> None:
+        """Ends the workers, and with them their readers. The next `open` starts new ones, which see the sources as they are then."""
+        atexit.unregister(self.close)
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.tell_to_end()
+        for worker in workers:
+            worker.end()
+
+
+class RemoteReader(Reader):
+    """One source that a data worker reads."""
+
+    def __init__(self, worker: _Worker, number: int, *, key: Sequence[int], name: str, at: Mark) -> None:
+        super().__init__(at)
+        self._worker = worker
+        self._name = name
+        self._expected: tuple[int, int] | None = None
+        """What the worker was asked to fill up to, and the number of that question."""
+        self._id = worker.open(number, tuple(key), name, at)
+
+    def expect(self, upto: int, *, states_at: Container[int] = ()) -> None:
+        """See `Reader`."""
+        self._forget()
+        if self.end is None and self.stop < upto:
+            self._expected = upto, self._worker.ask("fill", self._id, self.stop, upto, states_at)
+
+    def fill(self, upto: int, *, states_at: Container[int] = ()) -> None:
+        """See `Reader`."""
+        if self.end is not None or self.stop >= upto:
+            return
+        if self._expected is None or self._expected[0] != upto:
+            self.expect(upto, states_at=states_at)
+        assert self._expected is not None
+        (_, question), self._expected = self._expected, None
+        prints, states, self.end = self._worker.answer(question, self._name)
+        self._prints.extend(prints)
+        self._states.update(states)
+
+    def items(self, positions: Iterable[int]) -> list[Any]:
+        """See `Reader`. What comes from another process is a copy."""
+        given: list[Any] = self._worker.answer(self._worker.ask("items", self._id, list(positions)), self._name)
+        return given
+
+    def drop(self, position: int) -> None:
+        """See `Reader`."""
+        if position > self.first:
+            self._worker.ask("drop", self._id, position)
+        super().drop(position)
+
+    def close(self) -> None:
+        """See `Reader`."""
+        self._forget()
+        self._worker.close(self._id)
+        self._prints.clear()
+
+    def _forget(self) -> None:
+        if self._expected is not None:
+            self._worker.forget(self._expected[1])
+        self._expected = None
+
+
+class _Worker:
+    """One data worker, as its rank sees it."""
+
+    def __init__(self, makes: Sequence[Make], ahead: int) -> None:
+        self._open: set[int] = set()
+        self._ids = itertools.count()
+        self._questions = itertools.count()
+        self._unanswered: set[int] = set()
+        self._forgotten: set[int] = set()
+        """Questions without an answer that nobody waits for."""
+        self._answers: dict[int, tuple[Any, tuple[bytes | None, str] | None]] = {}
+        """What came before anybody waited for it."""
+        context = multiprocessing.get_context()
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, makes, ahead), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    @property
+    def open_readers(self) -> int:
+        """How many sources it reads."""
+        return len(self._open)
+
+    def open(self, number: int, key: tuple[int, ...], name: str, at: Mark) -> int:
+        """Begins to read source `number`; returns what the reader is called from then on."""
+        reader = next(self._ids)
+        self._open.add(reader)
+        self.ask("open", reader, number, key, name, at)
+        return reader
+
+    def close(self, reader: int) -> None:
+        """Ends a reader."""
+        if reader in self._open:
+            self._open.discard(reader)
+            self.ask("close", reader)
+
+    def ask(self, what: str, *arguments: Any) -> int:
+        """Sends a question, and returns its number. That the worker is dead is said by `answer`.
+
+        Several of `fill` may be without an answer at once. All others wait for those first: a long question and a long answer would wait
+        for each other.
+        """
+        question = next(self._questions)
+        with contextlib.suppress(EOFError, OSError):
+            while what != "fill" and self._unanswered:
+                self._hear()
+            self._connection.send_bytes(_dumped((question, what, *arguments)))
+            if what in _ANSWERED:
+                self._unanswered.add(question)
+        return question
+
+    def answer(self, question: int, name: str) -> Any:
+        """Waits for the answer to a question. `name`: of what is read.
+
+        Raises:
+            PreconditionError (DATA_WORKER_DIED): the worker is dead.
+            Exception: what the source raised.
+        """
+        try:
+            while question not in self._answers:
+                self._hear()
+        except (EOFError, OSError):
+            raise self._died(name) from None
+        told, error = self._answers.pop(question)
+        if error is not None:
+            _raise(error, name)
+        return told
+
+    def forget(self, question: int) -> None:
+        """Nobody waits for the answer to a question any more."""
+        self._forgotten.add(question)
+        self._answers.pop(question, None)
+
+    def _hear(self) -> None:
+        """Waits for the next answer. Raises EOFError, OSError: the worker is dead."""
+        if not self._connection.poll():
+            multiprocessing.connection.wait([self._connection, self._process.sentinel])
+            if not self._connection.poll():
+                raise EOFError
+        question, told, error = _loaded(self._connection.recv_bytes())
+        self._unanswered.discard(question)
+        if question in self._forgotten:
+            self._forgotten.discard(question)
+        else:
+            self._answers[question] = told, error
+
+    def tell_to_end(self) -> None:
+        """Asks it to end."""
+        with contextlib.suppress(OSError):
+            self._connection.send_bytes(_dumped((next(self._questions), "end")))
+        self._connection.close()
+
+    def end(self) -> None:
+        """Waits until it has ended, and kills it if that takes long."""
+        self._process.join(_END_WITHIN_S)
+        if self._process.exitcode is None:
+            self._process.kill()
+            self._process.join()
+        with contextlib.suppress(ValueError):  # somebody else has waited for it: multiprocessing takes it for alive
+            self._process.close()
+
+    def _died(self, name: str) -> PreconditionError:
+        self._process.join(_END_WITHIN_S)
+        code = self._process.exitcode
+        how = "is gone"
+        if code is not None:  # else somebody else has waited for it
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return PreconditionError(
+            f"{name}: the data worker that reads it {how}. If the system ran out of memory, use fewer of them (num_workers=), or smaller "
+            "batches; with num_workers=0 the rank itself reads, and shows what happens",
+            reason="DATA_WORKER_DIED",
+        )
+
+
+class ReadingFailed(Exception):
+    """The cause of an error that a source raised in a data worker: where that was."""
+
+
+def _raise(error: tuple[bytes | None, str], name: str) -> None:
+    """Raises what was raised in the worker."""
+    pickled, trace = error
+    where = ReadingFailed(f"in the data worker:\n{trace}")
+    if pickled is None:
+        raise InternalError(f"{name}: reading failed in its data worker: {trace.strip().splitlines()[-1]}") from where
+    raise _loaded(pickled) from where
+
+
+class _Pickler(pickle.Pickler):
+    """Sends a tensor as an array of its values: pickle alone has torch write a file of each."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """See `pickle.Pickler`."""
+        if type(value) is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided and not value.requires_grad:
+            with contextlib.suppress(TypeError):  # numpy has no such dtype
+                return torch.from_numpy, (value.numpy(),)
+        return NotImplemented
+
+
+def _dumped(value: Any) -> bytes:
+    written = io.BytesIO()
+    _Pickler(written, protocol=5).dump(value)
+    return written.getvalue()
+
+
+def _loaded(data: bytes) -> Any:
+    return pickle.loads(data)  # noqa: S301  # between a rank and its own child, over a pipe that nobody else has
+
+
+# ------------------------------------------------------------------------------------------------------------------ the worker's side
+
+
+@dataclass
+class _Opened:
+    """One source that this worker reads."""
+
+    reader: SourceReader | None = None
+    upto: int = 0
+    """Up to where it is read ahead."""
+    states_at: Container[int] = ()
+    failed: tuple[bytes | None, str] | None = None
+    """What was raised when it was opened or read ahead: an answer to whoever asks for more."""
+
+    @property
+    def goes_on(self) -> bool:
+        reader = self.reader
+        return reader is not None and self.failed is None and reader.end is None and reader.stop < self.upto
+
+
+def _serve(connection: multiprocessing.connection.Connection, makes: Sequence[Make], ahead: int) -> None:
+    """The program of a data worker: answers questions, and reads ahead while there are none."""
+    tie_to_parent(0)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # where it reaches all processes of a machine, the rank decides what it means
+    torch.set_num_threads(1)
+    opened: dict[int, _Opened] = {}
+    while True:
+        busy = [each for each in opened.values() if each.goes_on]
+        if busy and not connection.poll():
+            one = min(busy, key=lambda each: each.reader.stop - each.upto if each.reader is not None else 0)
+            _read(one, one.reader.stop + 1 if one.reader is not None else 0)
+            continue
+        try:
+            question, what, *arguments = _loaded(connection.recv_bytes())
+            if what == "end":
+                return
+            answer = _answer(opened, makes, ahead, what, *arguments)
+            if what in _ANSWERED:
+                connection.send_bytes(_packed(question, *answer))
+        except (EOFError, OSError):
+            return
+
+
+def _answer(
+    opened: dict[int, _Opened], makes: Sequence[Make], ahead: int, what: str, reader: int, *arguments: Any
+) -> tuple[Any, tuple[bytes | None, str] | None]:
+    """What is answered to a question about one reader, and the error in its place."""
+    if what == "open":
+        number, key, name, at = arguments
+        one = opened[reader] = _Opened()
+        try:
+            one.reader = SourceReader(makes[number], key=key, name=name, at=at)
+        except Exception as error:  # whatever a source raises
+            one.failed = _told(error)
+        return None, None
+    one = opened[reader]
+    if what == "close":
+        del opened[reader]
+        if one.reader is not None:
+            one.reader.close()
+        return None, None
+    if one.reader is None:
+        return None, one.failed
+    if what == "drop":
+        one.reader.drop(*arguments)
+        return None, None
+    if what == "items":
+        return one.reader.raw_items(*arguments), None
+    known, upto, one.states_at = arguments
+    one.upto = upto + ahead
+    _read(one, upto)
+    if one.failed is not None and one.reader.stop < upto:
+        return None, one.failed
+    return one.reader.news(known, upto), None
+
+
+def _read(one: _Opened, upto: int) -> None:
+    """Reads on, unless that failed before."""
+    assert one.reader is not None
+    if one.failed is None:
+        try:
+            one.reader.fill(upto, states_at=one.states_at)
+        except Exception as error:  # whatever a source raises
+            one.failed = _told(error)
+
+
+def _told(error: Exception) -> tuple[bytes | None, str]:
+    """An error as another process can raise it, and where it was raised."""
+    trace = "".join(traceback.format_exception(error))
+    try:
+        pickled = _dumped(error)
+        _loaded(pickled)
+    except Exception:  # whatever its parts raise
+        return None, trace
+    return pickled, trace
+
+
+def _packed(question: int, answer: Any, error: tuple[bytes | None, str] | None) -> bytes:
+    try:
+        return _dumped((question, answer, error))
+    except Exception as failure:  # whatever an item's parts raise
+        refusal = ConfigurationError(
+            f"an item of the stream cannot be sent from its data worker ({type(failure).__name__}: {failure}): give items that pickle "
+            "takes, such as tensors, arrays, texts and numbers, or leave num_workers out"
+        )
+        return _dumped((question, None, _told(refusal)))

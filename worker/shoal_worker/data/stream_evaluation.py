@@ -1,0 +1,149 @@
+"""The batches of a stream for evaluation, dealt to ranks: how many there are is known at the end of what is read.
+
+A batch lies within one source: the stream, or a shard of a `ShardedStream`. Where there are as many sources as ranks, each is read by one
+rank; where there are fewer, the ranks that share one all read it, and each computes its part of the batches. A batch is the same whoever
+reads it, and its number says where it is, so that what a rank computed before a fault counts.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+from shoal_worker.data.fetch import seed, seeded
+from shoal_worker.data.sources import Sources
+from shoal_worker.data.stream_reader import Mark, Reader
+
+_SHIFT: Final = 32
+"""A batch's number is that of its source, shifted by this, and its place in the source."""
+_FIRST: Final = -1
+"""What stands for the first item of the first source among sources that were read to their end."""
+
+
+class Part(NamedTuple):
+    """What a rank computes of one source: each `sharing`th of the batches that are wanted, from number `place` on."""
+
+    source: int
+    place: int
+    sharing: int
+    held: Collection[int]
+    """Numbers of batches that are not wanted."""
+    first_only: bool = False
+    """Only the first item is read, to be compared with the other ranks'."""
+
+
+class StreamedEvaluation:
+    """The batches of a stream, for evaluation. Used by one thread at a time."""
+
+    def __init__(
+        self,
+        sources: Callable[[], Sources],
+        names: Sequence[str],
+        *,
+        collate_fn: Callable[[list[Any]], Any],
+        size: int,
+        seed: int,
+        dealing: str,
+    ) -> None:
+        """`sources`: gives what opens them, anew. `names`: of the sources, for errors. `size`: of a batch. `dealing`: what the batches
+        follow from, the same on all ranks."""
+        self._sources = sources
+        self._names = names
+        self._collate = collate_fn
+        self._size = size
+        self._seed = seed
+        self.dealing = dealing
+        self._ends: dict[int, tuple[int, int]] = {}
+        """Number and fingerprint of the items of each source that was read to its end."""
+        self._first: int | None = None
+        """The fingerprint of the first source's first item, if it was to be compared."""
+
+    @property
+    def ended(self) -> str:
+        """See `elastic.evaluation.Batches`."""
+        ends = sorted(self._ends.items())
+        told = {str(source): [items, f"{self._names[source]}: {items} items, {read:012x}"] for source, (items, read) in ends}
+        if self._first is not None:
+            told[str(_FIRST)] = [1, f"{self._names[0]} begins with {self._first:012x}"]
+        return json.dumps(told)
+
+    def anew(self) -> StreamedEvaluation:
+        """The same batches, of which nothing is read yet."""
+        other = copy.copy(self)
+        other._ends, other._first = {}, None
+        return other
+
+    def deal(self, held: Collection[int], ended: Iterable[str], rank: int, world_size: int) -> list[Part]:
+        """What `rank` computes, for `read`. `held`: numbers of batches that some rank has computed. `ended`: what the ranks say of it.
+
+        Of several sources all ranks read the first item of the first, so that a `read` that gives each rank something else is found.
+        """
+        ends = {int(source): items for each in ended for source, (items, _) in json.loads(each).items()}
+        left = [source for source in range(len(self._names)) if source not in ends or not self._is_whole(source, ends[source], held)]
+        if not left:
+            return []
+        compared = [Part(0, 0, 1, held, first_only=True)] if len(self._names) > 1 and world_size > 1 else []
+        if len(left) >= world_size:
+            return compared + [Part(source, 0, 1, held) for source in left[rank::world_size]]
+        at = rank % len(left)
+        return [*compared, Part(left[at], rank // len(left), len(range(at, world_size, len(left))), held)]
+
+    def __iter__(self) -> Iterator[Any]:
+        """All batches of the stream, from its first item on."""
+        return (batch for _, batch in self.read(self.deal((), (), 0, 1)))
+
+    def read(self, parts: Iterable[Part]) -> Iterator[tuple[int, Any]]:
+        """(number, batch) of all that these parts have, ascending."""
+        coming = iter(parts)
+        opened: deque[tuple[Part, Reader]] = deque()
+        sources = self._sources()
+        try:
+            while True:
+                while len(opened) < sources.at_once and (part := next(coming, None)) is not None:
+                    opened.append((part, self._open(sources, part.source)))
+                if not opened:
+                    return
+                yield from self._batches(*opened[0])
+                opened.popleft()[1].close()
+        finally:
+            for _, reader in opened:
+                reader.close()
+            sources.close()
+
+    def _open(self, sources: Sources, source: int) -> Reader:
+        with seeded((self._seed, 0, source)):
+            reader = sources.open(source, key=(self._seed, 0, source), name=self._names[source], at=Mark())
+        reader.expect(self._size + 1)
+        return reader
+
+    def _batches(self, part: Part, reader: Reader) -> Iterator[tuple[int, Any]]:
+        if part.first_only:
+            with seeded((self._seed, 0, part.source)):
+                reader.fill(1)
+            self._first = reader.mark(min(1, reader.stop)).fingerprint
+            return
+        missing = 0
+        for place in range(1 << _SHIFT):
+            number, start, batch = (part.source << _SHIFT) + place, place * self._size, None
+            wanted = number not in part.held and missing % part.sharing == part.place
+            missing += number not in part.held
+            key = (self._seed, 0, part.source, place)
+            with seeded(key):
+                reader.fill(start + self._size + 1)  # and one more, by which a worker knows how far to go on meanwhile
+                stop = min(start + self._size, reader.stop)
+                if wanted and stop > start:
+                    items = reader.items(range(start, stop))
+                    seed(key)
+                    batch = self._collate(items)
+            if stop > start and wanted:
+                yield number, batch
+            if reader.end is not None and stop == reader.end:
+                self._ends[part.source] = reader.end, reader.mark(reader.end).fingerprint
+                return
+            reader.drop(stop)
+
+    def _is_whole(self, source: int, items: int, held: Collection[int]) -> bool:
+        return all((source << _SHIFT) + place in held for place in range(-(-items // self._size)))

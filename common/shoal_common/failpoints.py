@@ -10,6 +10,8 @@ Workers:
 
     compression.halfway         the first collectives of all compressed buckets are done on this rank, their second ones are under way
     norms.before_gather         a synchronized norm has this rank's statistics, and the other ranks' are not there
+    whole_batch.before_headers  this rank's rows are there, and the others do not know how many
+    whole_batch.before_rows     all know how many rows each rank has, and have only their own
     reduction.completed         the step's gradients are summed, and it is not sealed on this rank
     sharded.sealed              this rank's part of the summed gradients is with its buddy
     step.closed                 the closing came back, and this rank has not looked at it

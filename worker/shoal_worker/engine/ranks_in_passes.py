@@ -9,9 +9,10 @@ the training thread, or on torch's thread for a backward pass, while the trainin
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from shoal_common.errors import MembershipChanged
-from shoal_common.failpoints import failpoint
 
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.strategy_interface import StrategySession
@@ -47,14 +48,15 @@ class RanksInPasses:
         return step is not None and step.in_micro_batches and not self._session.is_joining
 
     @torch.no_grad()
-    def gather(self, own: torch.Tensor, *, at: str) -> torch.Tensor | None:
-        """Everybody's flat `own`, of the same length, a row for each rank; None: the step is lost. `at`: name of the failpoint."""
+    def gather(self, own: torch.Tensor, *, before: Callable[[], None] = lambda: None) -> torch.Tensor | None:
+        """Everybody's flat `own`, of the same length, a row for each rank; None: the step is lost. `before`: called when the ranks are
+        connected; may raise MembershipChanged, which loses the step."""
         step = self._session.step
         if step is None or step.lost is not None:
             return None
         with LosingStep(self._session) as gathering:
             group = self._connected()
-            failpoint(at)
+            before()
             sent = own.to(group.device)
             rows = sent.new_empty(group.world_size * sent.numel())
             group.wait(group.all_gather_async(rows, sent))

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from shoal_common.errors import ConfigurationError
+from shoal_common.failpoints import failpoint
 from torch import nn
 from torch.autograd.function import once_differentiable
 
@@ -125,7 +126,7 @@ class NormsOfRanks:
         return _Statistics(mean=mean.to(wide.dtype), variance=variance.to(wide.dtype), values=total)
 
     def _gather(self, own: torch.Tensor) -> torch.Tensor | None:
-        return self._ranks.gather(own, at="norms.before_gather")
+        return self._ranks.gather(own, before=lambda: failpoint("norms.before_gather"))
 
 
 class _Normalized(torch.autograd.Function):

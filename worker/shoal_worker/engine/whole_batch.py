@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
+from shoal_common.failpoints import failpoint
 
 from shoal_worker.elastic.session import Session
 from shoal_worker.elastic.step import Step
@@ -30,11 +31,11 @@ class WholeBatch:
 
     def __init__(self, session: Session, *, refusal: str | None) -> None:
         """`refusal`: why this run cannot, and what to do; None: it can."""
-        self._session = session
-        self._ranks = RanksInPasses(session, "the whole batch")
+        self._session: Session = weakref.proxy(session)  # which this lives as long as
+        self._ranks = RanksInPasses(self._session, "the whole batch")
         self._refusal = refusal
-        self._step: Step | None = None
-        """The last in which rows were put together; and what came of so many rows of this rank there, first."""
+        self._step: Callable[[], Step | None] = lambda: None
+        """Gives the last step in which rows were put together, while it exists; and what came of so many rows of this rank there, first."""
         self._rows, self._total = 1, 1
 
     def of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -54,7 +55,8 @@ class WholeBatch:
     def _stand_in(self, tensors: Sequence[torch.Tensor], rows: int) -> list[torch.Tensor]:
         """There is no step with others, or it is lost and any values do. As many as before in the same step: what the script computes from
         both must fit together."""
-        if self._step is None or self._step is not self._session.step:
+        step = self._session.step
+        if step is None or self._step() is not step:
             return list(tensors)
         places = torch.arange(self._total * rows // self._rows) % max(rows, 1)
         return [each[places.to(each.device)] for each in tensors]
@@ -62,7 +64,7 @@ class WholeBatch:
     def _gathered(self, tensors: Sequence[torch.Tensor], rows: int, weight: float) -> list[torch.Tensor] | None:
         """`rows`: how many of this rank's count; 0: it has a stand-in batch. None: the step is lost."""
         header = torch.tensor([rows, _digest(tensors)], dtype=torch.int64)
-        headers = self._ranks.gather(header, at="whole_batch.before_headers")
+        headers = self._ranks.gather(header, before=lambda: failpoint("whole_batch.before_headers"))
         if headers is None:
             return None
         counts = headers[:, 0].tolist()
@@ -75,11 +77,14 @@ class WholeBatch:
         own = torch.cat([_bytes(each[:rows]) for each in tensors])
         longest = max(counts) * sum(_row_bytes(each) for each in tensors)
         padded = torch.cat([own, own.new_zeros(longest - own.numel())])
-        gathered = self._ranks.gather(padded, at="whole_batch.before_rows") if longest else padded.view(1, 0)
+        gathered: torch.Tensor | None = padded.new_empty(1, 0)
+        if longest:
+            gathered = self._ranks.gather(padded, before=lambda: failpoint("whole_batch.before_rows"))
         if gathered is None:
             return None
-        if self._step is not self._session.step:
-            self._step, self._rows, self._total = self._session.step, max(len(tensors[0]), 1), sum(counts)
+        step = self._session.step
+        if step is not None and self._step() is not step:
+            self._step, self._rows, self._total = weakref.ref(step), max(len(tensors[0]), 1), sum(counts)
         before = sum(counts[: self._ranks.rank])
         found, begin = [], [0] * len(counts)
         for each in tensors:

@@ -261,6 +261,14 @@ class CommunicationBackend(abc.ABC):
             raise PreconditionError(f"backend {self.name!r} is not initialized: call initialize() first", reason="BACKEND_NOT_INITIALIZED")
         return self._process_group
 
+    @property
+    def host_group(self) -> dist.ProcessGroup:
+        """The process group for what the hosts tell each other, on CPU tensors: `process_group`, or one beside it where that is a device's.
+
+        Its collectives have an order of their own.
+        """
+        return self.process_group
+
     def traffic(self) -> dict[str, Traffic]:
         """What the group's connections have sent so far, by the address they lead to; empty where that is not known."""
         return {}
@@ -315,7 +323,8 @@ class CommunicationBackend(abc.ABC):
         self._break()
 
     def shutdown(self) -> None:
-        """Ends the group and lets go of its sockets and threads, without waiting for them. Idempotent."""
+        """Ends the group and lets go of its sockets and threads. It waits for none of them, but for a device that still uses the group's
+        memory. Idempotent."""
         self.abort(f"backend {self.name!r} was shut down")
         self._release()
 

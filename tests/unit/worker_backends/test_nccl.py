@@ -336,7 +336,8 @@ def test_a_peer_that_does_not_come_is_a_deadline_and_nccl_is_not_asked() -> None
     assert not ranks.devices[0].natives
 
 
-def test_a_library_that_does_not_connect_is_given_up_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_does_not_connect_is_given_up_and_leaves_nothing() -> None:
+    before = nccl_threads()
     ranks = Ranks(2)
     ranks.machine.connecting_held = True
     store = dist.HashStore()
@@ -348,10 +349,11 @@ def test_a_library_that_does_not_connect_is_given_up_and_leaves_nothing(monkeypa
     for given_up in in_threads([lambda rank=rank: connect(rank) for rank in range(2)]):
         assert isinstance(given_up, DeadlineError | MembershipChanged)
     wait_until(lambda: all(stream.aborted for stream in ranks.machine.streams))
-    wait_until(lambda: not any("nccl" in thread.name for thread in threading.enumerate()))
+    wait_until(lambda: not (nccl_threads() - before))
 
 
 def test_connecting_ends_at_once_when_it_is_given_up() -> None:
+    before = nccl_threads()
     ranks = Ranks(2)
     ranks.machine.connecting_held = True
     backends = [ranks.backend(rank, connect_limit=timedelta(seconds=2)) for rank in range(2)]
@@ -372,7 +374,7 @@ def test_connecting_ends_at_once_when_it_is_given_up() -> None:
     here, there, given_up = in_threads([lambda: connect(0), lambda: connect(1), give_up])
     assert here - given_up < 1
     assert there - given_up < 2
-    wait_until(lambda: not any("nccl" in thread.name for thread in threading.enumerate()))
+    wait_until(lambda: not (nccl_threads() - before))
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -380,3 +382,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+def nccl_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("shoal-nccl")}

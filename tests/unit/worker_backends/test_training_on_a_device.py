@@ -1,0 +1,100 @@
+"""Whole training steps over the NCCL backend on a device without a GPU: ranks as threads, with real sessions and loaders."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import shoal
+import torch
+import torch.distributed as dist
+from shoal_worker.api import shutdown
+from shoal_worker.backends import worlds
+from shoal_worker.backends.nccl.backend import NCCLBackend
+from shoal_worker.elastic import fixed
+from torch import nn
+
+from tests.fake_device.library import FakeCuda, in_threads
+from tests.fake_device.machine import Machine
+
+_TIMEOUT = timedelta(seconds=60)
+_WORLD = 4
+
+
+class Prototype(nn.Module):
+    """A model with rows that few samples use."""
+
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(20, 8, sparse=sparse)
+        self.first = nn.Linear(8, 16)
+        self.second = nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(self.rows(x)))).squeeze(-1)
+
+
+def examples() -> torch.utils.data.TensorDataset:
+    draw = torch.Generator().manual_seed(0)
+    return torch.utils.data.TensorDataset(torch.randint(0, 20, (48,), generator=draw), torch.randn(48, generator=draw))
+
+
+def train(prototype: nn.Module, strategy: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    module = copy.deepcopy(prototype)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, optimizer = shoal.as_distributed(module, optimizer, strategy=strategy, **options)
+    for x, y in shoal.ElasticDataLoader(examples(), global_batch_size=12, shuffle=True, seed=1):
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state: dict[str, torch.Tensor] = model.full_state_dict()
+    return {name: value.clone() for name, value in state.items()}
+
+
+def on_devices(machine: Machine, prototype: nn.Module, strategy: str, options: dict[str, Any]) -> list[Any]:
+    """What each rank's training came to."""
+    store, own = dist.HashStore(), threading.local()
+
+    class Own(NCCLBackend):
+        device_type = "cpu"
+
+        def __init__(self) -> None:
+            super().__init__(own.device)
+
+    def be(rank: int) -> dict[str, torch.Tensor]:
+        own.device = FakeCuda(machine, rank)
+        seat = worlds.Seat(rank=rank, world_size=_WORLD, store=store, timeout=_TIMEOUT, backend="nccl")
+        with worlds.entered(seat):
+            trained = train(prototype, strategy, options)
+            shutdown()
+            return trained
+
+    with mock.patch.object(fixed, "backend_class", lambda name: Own), worlds.installed():
+        return in_threads([lambda rank=rank: be(rank) for rank in range(_WORLD)])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "sparse"),
+    [
+        ("ddp", {}, False),
+        ("ddp", {}, True),
+        ("zero1", {}, False),
+        ("zero2", {}, False),
+        ("zero3", {}, False),
+        ("hsdp", {"shard_size": 2}, False),
+    ],
+)
+def test_training_on_devices_comes_to_what_one_process_does(strategy: str, options: dict[str, Any], sparse: bool) -> None:
+    torch.manual_seed(0)
+    prototype = Prototype(sparse=sparse)
+    (expected,) = shoal.launch(train, prototype, "ddp", {}, world_size=1)
+    machine = Machine(seed=1)
+    for trained in on_devices(machine, prototype, strategy, options):
+        assert not isinstance(trained, BaseException), trained
+        for name, value in expected.items():
+            torch.testing.assert_close(trained[name], value, rtol=1e-4, atol=1e-6)
+    assert not any(machine.busy(device) for device in range(_WORLD))

@@ -25,30 +25,25 @@ _TIMEOUT = timedelta(seconds=60)
 _WORLD = 4
 
 
-class Prototype(nn.Module):
-    """A model with rows that few samples use."""
-
-    def __init__(self, *, sparse: bool) -> None:
-        super().__init__()
-        self.rows = nn.Embedding(20, 8, sparse=sparse)
-        self.first = nn.Linear(8, 16)
-        self.second = nn.Linear(16, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(self.first(self.rows(x)))).squeeze(-1)
+def model_with_rows(*, sparse: bool) -> nn.Module:
+    """Of whose rows few are used in a step."""
+    return nn.Sequential(nn.Embedding(20, 8, sparse=sparse), nn.Linear(8, 16), nn.Tanh(), *(nn.Linear(16, 16) for _ in range(5)), nn.Linear(16, 1))
 
 
 def examples() -> torch.utils.data.TensorDataset:
     draw = torch.Generator().manual_seed(0)
-    return torch.utils.data.TensorDataset(torch.randint(0, 20, (48,), generator=draw), torch.randn(48, generator=draw))
+    return torch.utils.data.TensorDataset(torch.randint(0, 20, (48,), generator=draw), torch.randn(48, 1, generator=draw))
 
 
 def train(prototype: nn.Module, strategy: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
     module = copy.deepcopy(prototype)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     model, optimizer = shoal.as_distributed(module, optimizer, strategy=strategy, **options)
-    for x, y in shoal.ElasticDataLoader(examples(), global_batch_size=12, shuffle=True, seed=1):
-        nn.functional.mse_loss(model(x), y).backward()
+    for x, y in shoal.ElasticDataLoader(examples(), global_batch_size=16, shuffle=True, seed=1):
+        if strategy in ("pipeline", "hybrid"):
+            model.train_step(x, y, nn.functional.mse_loss)
+        else:
+            nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
     state: dict[str, torch.Tensor] = model.full_state_dict()
@@ -86,11 +81,15 @@ def on_devices(machine: Machine, prototype: nn.Module, strategy: str, options: d
         ("zero2", {}, False),
         ("zero3", {}, False),
         ("hsdp", {"shard_size": 2}, False),
+        ("tensor", {}, False),
+        ("pipeline", {"schedule": "1f1b", "micro_batches": 4}, False),
+        ("pipeline", {"schedule": "zero_bubble", "micro_batches": 4}, False),
+        ("hybrid", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "micro_batches": 4}, False),
     ],
 )
 def test_training_on_devices_comes_to_what_one_process_does(strategy: str, options: dict[str, Any], sparse: bool) -> None:
     torch.manual_seed(0)
-    prototype = Prototype(sparse=sparse)
+    prototype = model_with_rows(sparse=sparse)
     (expected,) = shoal.launch(train, prototype, "ddp", {}, world_size=1)
     machine = Machine(seed=1)
     for trained in on_devices(machine, prototype, strategy, options):

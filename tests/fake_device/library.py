@@ -24,8 +24,10 @@ from torch._C._distributed_c10d import Store, Work
 from tests.fake_device.machine import Kernel, Machine
 
 _SUPPORTED = (
-    torch.int8, torch.uint8, torch.float32, torch.float64, torch.int32, torch.int64, torch.float16, torch.bool, torch.bfloat16
-)  # fmt: skip
+    *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.complex64, torch.complex128),  # as twice as many real numbers
+)
 
 
 class KernelWork(Work):
@@ -111,8 +113,8 @@ class FakeNCCL(PythonGroup):
                 time.sleep(0.001)
         if communicator.refused is not None:
             raise dist.DistBackendError(
-                "NCCL error in: NCCLUtils.cpp:77, invalid usage, NCCL version 2.29.7\nncclInvalidUsage: This usually reflects invalid usage "
-                f"of NCCL library.\nLast error:\n{communicator.refused}"
+                "NCCL error in: NCCLUtils.cpp:77, invalid usage, NCCL version 2.29.7\nncclInvalidUsage: This usually reflects invalid "
+                f"usage of NCCL library.\nLast error:\n{communicator.refused}"
             )
 
     def _watch(self) -> None:

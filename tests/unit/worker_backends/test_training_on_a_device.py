@@ -27,7 +27,9 @@ _WORLD = 4
 
 def model_with_rows(*, sparse: bool) -> nn.Module:
     """Of whose rows few are used in a step."""
-    return nn.Sequential(nn.Embedding(20, 8, sparse=sparse), nn.Linear(8, 16), nn.Tanh(), *(nn.Linear(16, 16) for _ in range(5)), nn.Linear(16, 1))
+    return nn.Sequential(
+        nn.Embedding(20, 8, sparse=sparse), nn.Linear(8, 16), nn.Tanh(), *(nn.Linear(16, 16) for _ in range(5)), nn.Linear(16, 1)
+    )
 
 
 def examples() -> torch.utils.data.TensorDataset:
@@ -52,7 +54,7 @@ def train(prototype: nn.Module, strategy: str, options: dict[str, Any]) -> dict[
 
 def on_devices(machine: Machine, prototype: nn.Module, strategy: str, options: dict[str, Any]) -> list[Any]:
     """What each rank's training came to."""
-    store, own = dist.HashStore(), threading.local()
+    store, own, done = dist.HashStore(), threading.local(), threading.Barrier(_WORLD)
 
     class Own(NCCLBackend):
         device_type = "cpu"
@@ -64,11 +66,16 @@ def on_devices(machine: Machine, prototype: nn.Module, strategy: str, options: d
         own.device = FakeCuda(machine, rank)
         seat = worlds.Seat(rank=rank, world_size=_WORLD, store=store, timeout=_TIMEOUT, backend="nccl")
         with worlds.entered(seat):
-            trained = train(prototype, strategy, options)
+            try:
+                trained = train(prototype, strategy, options)
+                done.wait(_TIMEOUT.total_seconds())  # nobody closes its connections under another's last collective
+            except BaseException:
+                done.abort()
+                raise
             shutdown()
             return trained
 
-    with mock.patch.object(fixed, "backend_class", lambda name: Own), worlds.installed():
+    with mock.patch.object(fixed, "backend_class", return_value=Own), worlds.installed():
         return in_threads([lambda rank=rank: be(rank) for rank in range(_WORLD)])
 
 
@@ -92,8 +99,9 @@ def test_training_on_devices_comes_to_what_one_process_does(strategy: str, optio
     prototype = model_with_rows(sparse=sparse)
     (expected,) = shoal.launch(train, prototype, "ddp", {}, world_size=1)
     machine = Machine(seed=1)
-    for trained in on_devices(machine, prototype, strategy, options):
-        assert not isinstance(trained, BaseException), trained
+    outcomes = on_devices(machine, prototype, strategy, options)
+    assert not [each for each in outcomes if isinstance(each, BaseException)]
+    for trained in outcomes:
         for name, value in expected.items():
             torch.testing.assert_close(trained[name], value, rtol=1e-4, atol=1e-6)
     assert not any(machine.busy(device) for device in range(_WORLD))

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from traceback import format_exception
 from types import FrameType, TracebackType
-from typing import Final, NoReturn
+from typing import Final
 
 from shoal_common.allocator import keep_freed_memory
 from shoal_common.clients.coordinator import CoordinatorClient

@@ -4,9 +4,9 @@ NCCL finds its interfaces by itself (NCCL_SOCKET_IFNAME), so `hostname` is that 
 device: call torch.cuda.set_device first. It has not run on a GPU yet; what needs none is tested on a stand-in (docs/gpu.md).
 
 The hosts' own group carries what hosts read at once: control words, numbers, messages between steps. On the device each of these would be
-queued behind all that computes. It is connected first: NCCL is asked only when all ranks are there, since what it is asked for can hardly be
-taken back. And it notices within a quarter of a second that a peer is gone, which NCCL often does not notice at all: a kernel that waits
-for that peer spins until it is aborted. Either group ends the other.
+queued behind all that computes. It is connected first: NCCL is asked only when all ranks are there, since what it is asked for can hardly
+be taken back. And it notices within a quarter of a second that a peer is gone, which NCCL often does not notice at all: a kernel that
+waits for that peer spins until it is aborted. Either group ends the other.
 
 Connecting blocks in C++, so it runs in a thread of its own, which ends when the library lets go of it, at the latest after its limit.
 """

@@ -23,11 +23,11 @@ from shoal_common.errors import ConfigurationError, DeadlineError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shoal_worker.settings import force_environment
-from shoal_worker.torch_internals import AllreduceOptions
+from shoal_worker.torch_internals import AllreduceOptions, DebugLevel, get_debug_level
 
 _log = logging.getLogger(__name__)
 
-_WATCHDOG: Final = {
+WATCHDOG: Final = {
     # What the watchdog does about an error or a timeout: 0 is nothing; 3, the default, ends the process.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     # Waits that block in C++, and no watchdog: an abort could not free them.
@@ -44,6 +44,7 @@ _WATCHDOG: Final = {
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
+"""Variables that ProcessGroupNCCL reads when it is made, with what they have to be."""
 _NEVER: Final = timedelta(days=3650)
 """A timeout that does not come. torch counts nanoseconds from it, which end after 292 years."""
 _LOOK_S: Final = 0.002
@@ -96,7 +97,7 @@ class CudaDevice:
     kind: Final = "cuda"
 
     def __init__(self) -> None:
-        """Raises ConfigurationError where torch has no CUDA or no NCCL, or its debug level makes the watchdog end the process."""
+        """Raises ConfigurationError where torch has no CUDA or no NCCL."""
         if not dist.is_nccl_available():
             raise ConfigurationError("backend='nccl': this torch is built without NCCL; install a CUDA build, or use backend='gloo'")
         if not torch.cuda.is_available():
@@ -129,7 +130,8 @@ class CudaDevice:
         while not work.is_completed():
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"the first collective of {size} ranks with NCCL took longer than {timeout.total_seconds():g} s", reason="CONNECT_TIMEOUT"
+                    f"the first collective of {size} ranks with NCCL took longer than {timeout.total_seconds():g} s",
+                    reason="CONNECT_TIMEOUT",
                 )
             time.sleep(_LOOK_S)
         work.wait()
@@ -172,15 +174,15 @@ def keep_watchdog_still(connect_timeout: timedelta) -> None:
     Raises:
         ConfigurationError: TORCH_DISTRIBUTED_DEBUG is DETAIL, which torch has read when it was imported.
     """
-    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+    if get_debug_level() == DebugLevel.DETAIL:
         raise ConfigurationError(
-            "TORCH_DISTRIBUTED_DEBUG=DETAIL with backend='nccl': torch's watchdog then ends the process when a peer is lost, and Shoal could "
-            "not go on without it. Set it to INFO or OFF before the process starts",
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL with backend='nccl': torch's watchdog then ends the process when a peer is lost, and Shoal "
+            "could not go on without that peer. Set it to INFO or OFF before the process starts",
             reason="DEBUG_LEVEL_DETAIL",
         )
     # Of a communicator that does not block: how long its first use waits for it, and an abort for that. Read once in a process.
     waits = {"TORCH_NCCL_NONBLOCKING_TIMEOUT": str(max(1, math.ceil(connect_timeout.total_seconds())))}
-    overruled = force_environment({**_WATCHDOG, **waits})
+    overruled = force_environment({**WATCHDOG, **waits})
     if overruled:
         given = ", ".join(f"{name}={value}" for name, value in sorted(overruled.items()))
         _log.warning("%s is overruled: Shoal keeps the time of collectives, and torch's watchdog must not end the process", given)

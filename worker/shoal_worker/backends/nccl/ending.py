@@ -64,8 +64,8 @@ class Ending:
         if not self._over.wait(self._limit_s):
             self._end_process(
                 PUT_OUT,
-                f"{self._device.where} did not come to rest within {self._limit_s:g} s after a group on it was aborted, so its memory cannot "
-                f"be used again: this worker ends with status {PUT_OUT}, for its launcher to start it anew",
+                f"{self._device.where} did not come to rest within {self._limit_s:g} s after a group on it was aborted, so its memory "
+                f"cannot be used again: this worker ends with status {PUT_OUT}, for its launcher to start it anew",
             )
         if self._failure is not None:
             self.failed(self._failure)

@@ -105,7 +105,9 @@ class DeviceWork(Work):
 class SparseWork(Work):
     """An all-reduce of a sparse tensor: its indices and values are gathered from all ranks, and added up by `wait`."""
 
-    def __init__(self, tensor: torch.Tensor, gathered: list[tuple[torch.Tensor, torch.Tensor]], works: list[Work], counts: list[int]) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, gathered: list[tuple[torch.Tensor, torch.Tensor]], works: list[Work], counts: list[int]
+    ) -> None:
         """`gathered`: of each rank, its indices and values, padded to the longest; `counts`: how many of each are its own."""
         super().__init__()
         self._tensor = tensor
@@ -225,4 +227,6 @@ class DeviceGroup(ForwardingGroup):
             if isinstance(error, RuntimeError) and (self._device.has_failed(error) or not is_refusal(error)):
                 self.lost(name, error)
             self.raise_if_ended()  # what an ended group says of its arguments is not the caller's mistake
-            raise InvalidRequestError(f"{name} on rank {self.rank()} of {self.size()} cannot be done with NCCL: {cause_of(error)}") from error
+            raise InvalidRequestError(
+                f"{name} on rank {self.rank()} of {self.size()} cannot be done with NCCL: {cause_of(error)}"
+            ) from error

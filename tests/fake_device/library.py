@@ -40,18 +40,23 @@ class KernelWork(Work):
     def is_completed(self) -> bool:
         self._machine.look()
         self._machine.check(self._kernel.stream.device)
-        return self._kernel.ended or self._kernel.stream.error is not None
+        return self._kernel.ended or self._error is not None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         stream = self._kernel.stream
         self._machine.check(stream.device)
-        if stream.error is not None:
+        if self._error is not None:
             self._machine.begin_abort(stream)
-            raise dist.DistBackendError(f"NCCL error: {stream.error}")
+            raise dist.DistBackendError(self._error)
         return True
 
     def result(self) -> Any:
         return self._result
+
+    @property
+    def _error(self) -> str | None:
+        noticed = self._kernel.stream.error
+        return self._kernel.exception or (None if noticed is None else f"NCCL error: {noticed}")
 
 
 class Options:
@@ -123,6 +128,8 @@ class FakeNCCL(PythonGroup):
             return
         limit_s = self._options._timeout.total_seconds()
         late = [k for k in self._stream.queue if not k.ended and self._machine.seconds - k.issued_s >= limit_s]
+        for kernel in late:
+            kernel.exception = f"Watchdog caught collective operation timeout: ran for {limit_s:g} s"
         if late or self._stream.error is not None:
             self.would_have_slept_s += 4 * self._dump_ms / 1000
             if self._tears_down:

@@ -45,6 +45,8 @@ class Kernel:
     issued_s: float = 0.0
     coming: bool = False
     """All ranks are at it: results are on their way."""
+    exception: str | None = None
+    """What the watchdog has put on its work."""
     ended: bool = False
     """Its end event: it reads and writes nothing any more."""
 

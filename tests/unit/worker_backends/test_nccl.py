@@ -292,9 +292,10 @@ def test_the_watchdog_neither_kills_nor_sleeps_whatever_the_user_has_set(monkeyp
     ranks = Ranks(2)
     backends = ranks.form()
     natives = [device.natives[0] for device in ranks.devices]
-    started(backends[0], torch.ones(3))
+    work = started(backends[0], torch.ones(3))
     ranks.machine.pass_time(3600)  # as the first step does that compiles, or a peer that loads data
     assert [(native.would_have_killed, native.would_have_slept_s) for native in natives] == [(None, 0.0)] * 2
+    assert not work.is_completed()  # nor has it failed
     natives[0]._stream.error = "remote process exited"
     ranks.machine.pass_time(1)
     assert (natives[0].would_have_killed, natives[0].would_have_slept_s) == (None, 0.0)

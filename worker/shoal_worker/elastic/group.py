@@ -426,10 +426,7 @@ class Group:
 
     @property
     def _process_group(self) -> dist.ProcessGroup:
-        backend = self._backend
-        if backend is None:
-            raise MembershipChanged(f"generation {self.generation.number} is over: {self._reason}")
-        return backend.process_group
+        return self._live_backend.process_group
 
     def _broadcast(self, group: dist.ProcessGroup, tensor: torch.Tensor, source: int) -> None:
         options = BroadcastOptions()

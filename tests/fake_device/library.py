@@ -191,7 +191,7 @@ class FakeCuda(CudaDevice):
         self.machine.check(self.number)
 
     def has_failed(self, error: RuntimeError) -> bool:
-        return isinstance(error, torch.AcceleratorError) and self.number in self.machine.failed
+        return isinstance(error, torch.AcceleratorError | dist.DistError) and self.number in self.machine.failed
 
     def _library(self) -> Any:
         return _Made(self)

@@ -220,6 +220,16 @@ def test_a_device_that_has_failed_ends_the_process_of_its_rank() -> None:
         assert "cuda:0 has failed (CUDA error: an illegal memory access was encountered)" in ended.args[1]
 
 
+def test_a_device_that_has_failed_does_not_connect_anew_for_ever() -> None:
+    ranks = Ranks(2)
+    ranks.machine.failed[0] = "unspecified launch failure"
+    ended, other = ranks.form(connect_timeout=timedelta(seconds=2))
+    assert isinstance(ended, ProcessEnded)
+    assert "cuda:0 has failed (CUDA error: unspecified launch failure)" in ended.args[1]
+    assert isinstance(other, DeadlineError | MembershipChanged | NCCLBackend)
+    close([other])
+
+
 # --- what an error means
 
 

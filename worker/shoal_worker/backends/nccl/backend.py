@@ -100,6 +100,9 @@ class NCCLBackend(CommunicationBackend):
                 native, device=self._device, ending=self._ending, name=name, timeout=timeout, ended=self._ended, waits=self.waits
             )
         except BaseException as error:
+            cause = error.__cause__
+            if isinstance(cause, RuntimeError) and self._device.has_failed(cause):
+                self._ending.failed(cause_of(cause))
             self.abort(f"connecting failed: {cause_of(error) if isinstance(error, Exception) else type(error).__name__}")
             self._host.shutdown()
             raise

@@ -143,7 +143,7 @@ class CudaDevice:
 
     def has_failed(self, error: RuntimeError) -> bool:
         """See `Device`. An error that stays is given by every later call; others, as of a kernel that could not be launched, are not."""
-        if not isinstance(error, torch.AcceleratorError):
+        if not isinstance(error, torch.AcceleratorError | dist.DistError):  # the other: NCCL has met it
             return False
         try:
             torch.cuda.current_stream(self.device).query()

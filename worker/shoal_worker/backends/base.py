@@ -263,10 +263,7 @@ class CommunicationBackend(abc.ABC):
 
     @property
     def host_group(self) -> dist.ProcessGroup:
-        """The process group for what the hosts tell each other, on CPU tensors: `process_group`, or one beside it where that is a device's.
-
-        Its collectives have an order of their own.
-        """
+        """The process group for what hosts tell each other, on CPU tensors: `process_group`, or another one where that is a device's."""
         return self.process_group
 
     def traffic(self) -> dict[str, Traffic]:
@@ -323,8 +320,7 @@ class CommunicationBackend(abc.ABC):
         self._break()
 
     def shutdown(self) -> None:
-        """Ends the group and lets go of its sockets and threads. It waits for none of them, but for a device that still uses the group's
-        memory. Idempotent."""
+        """Ends the group and lets go of its sockets and threads. Waits for none, but for a device that uses its memory. Idempotent."""
         self.abort(f"backend {self.name!r} was shut down")
         self._release()
 

@@ -270,8 +270,7 @@ class Group:
         if self.world_size == 1:
             self._check()
             return
-        with self._failures("broadcast"):
-            self._broadcast(self._process_group, tensor, source)
+        self._broadcast(lambda: self._process_group, tensor, source)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sums `tensor` over all ranks in place.
@@ -367,7 +366,7 @@ class Group:
 
     def _tell(self, payload: bytes, rank: int, length: int) -> bytes:
         told = torch.frombuffer(bytearray(payload if rank == self.rank else length), dtype=torch.uint8)
-        self._broadcast(self._live_backend.host_group, told, rank)
+        self._broadcast(lambda: self._live_backend.host_group, told, rank)
         return payload if rank == self.rank else bytes(told.numpy())
 
     def abort(self, reason: str) -> None:
@@ -428,14 +427,13 @@ class Group:
     def _process_group(self) -> dist.ProcessGroup:
         return self._live_backend.process_group
 
-    def _broadcast(self, group: dist.ProcessGroup, tensor: torch.Tensor, source: int) -> None:
+    def _broadcast(self, group: Callable[[], dist.ProcessGroup], tensor: torch.Tensor, source: int) -> None:
         options = BroadcastOptions()
         options.rootRank = source
         with self._failures("broadcast"), self.waiting:
-            group.broadcast([tensor], options).wait()
+            group().broadcast([tensor], options).wait()
 
     def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        """Everybody's `mine`, which is on the CPU."""
         if self.world_size == 1:
             self._check()
             return [mine]

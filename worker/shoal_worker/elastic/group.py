@@ -269,8 +269,8 @@ class Group:
         """
         if self.world_size == 1:
             self._check()
-            return
-        self._broadcast(lambda: self._process_group, tensor, source)
+        else:
+            self._broadcast(lambda: self._process_group, tensor, source)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sums `tensor` over all ranks in place.

@@ -46,6 +46,10 @@ test-slow: .venv/installed ## Run the tests that take long beside what they add 
 test-compose: .venv/installed ## Build the images and take compose.yaml's cluster through faults in podman (about 10 minutes), where podman runs
 	$(BIN)/python -m pytest tests/compose $(PYTEST_ARGS)
 
+.PHONY: test-gpu
+test-gpu: .venv/installed ## Run the tests that need a CUDA device, where there is one; docs/gpu.md says what has run where
+	$(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
+
 .PHONY: test-torch
 test-torch: ## Run the tests with another torch: make test-torch VERSION=2.12.1 (an environment of its own, some gigabytes)
 	@test -n "$(VERSION)" || { echo "VERSION is not given; expected one of torch's, as in make test-torch VERSION=2.12.1"; exit 1; }

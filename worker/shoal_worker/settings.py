@@ -155,10 +155,14 @@ def gloo_interface() -> str:
     return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
 
 
-def set_nccl_defaults(values: Mapping[str, str]) -> None:
-    """Sets environment variables that NCCL reads when it connects, except those that the user has set."""
-    for variable, value in values.items():
-        os.environ.setdefault(variable, value)
+def force_environment(values: Mapping[str, str]) -> Mapping[str, str]:
+    """Sets environment variables for C++ code that reads them later, whatever the user has set.
+
+    Returns the values that the user had given to those that are others now.
+    """
+    overruled = {name: os.environ[name] for name, value in values.items() if os.environ.get(name, value) != value}
+    os.environ.update(values)
+    return overruled
 
 
 def environment_without_settings() -> dict[str, str]:

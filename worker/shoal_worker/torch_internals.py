@@ -28,6 +28,7 @@ try:
         AllToAllOptions,
         BarrierOptions,
         BroadcastOptions,
+        DebugLevel,
         HashStore,
         PrefixStore,
         ReduceScatterOptions,
@@ -39,6 +40,7 @@ try:
         _register_process_group,
         _set_thread_isolation_mode,
         _unregister_process_group,
+        get_debug_level,
     )
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -58,6 +60,7 @@ __all__ = [
     "AllreduceOptions",
     "BarrierOptions",
     "BroadcastOptions",
+    "DebugLevel",
     "DisableTorchFunctionSubclass",
     "FakeTensorMode",
     "HashStore",
@@ -77,6 +80,7 @@ __all__ = [
     "after_backward",
     "c10d",
     "compute_local_shape_and_global_offset",
+    "get_debug_level",
     "in_backward",
     "pytree",
     "stage_backwards",

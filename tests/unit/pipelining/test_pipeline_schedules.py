@@ -18,6 +18,7 @@ from shoal_worker.pipelining.schedule import (
 from tests.unit.pipelining.schedule_costs import bubble, in_flight
 
 RANKS, MICRO_BATCHES = 4, 8
+_COMPUTES = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 def _made(name: str, ranks: int = RANKS, micro_batches: int = MICRO_BATCHES) -> Schedule:
@@ -96,3 +97,27 @@ def test_stages_lie_in_rounds_or_forth_and_back_and_forward_passes_go_breadth_fi
     forward = forward_schedule((0, 1, 1, 0), 2)
     computed = [(a.stage, a.micro_batch) for a in forward.actions[1] if a.kind is Kind.FORWARD]
     assert computed == [(1, 0), (1, 1), (2, 0), (2, 1)]
+
+
+@pytest.mark.parametrize("name", schedule_names())
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("micro_batches", [1, 8])
+def test_messages_need_no_buffer_and_one_queue_on_each_rank(name: str, ranks: int, micro_batches: int) -> None:
+    """As on one NCCL communicator: a rank's messages run in the order in which it issues them, each when its other side is at it."""
+    schedule = _made(name, ranks, micro_batches)
+    queues = [[action for action in actions if action.kind not in _COMPUTES] for actions in schedule.actions]
+    while any(queues):
+        heads = [queue[0] if queue else None for queue in queues]
+        met = [(rank, heads.index(_sender(head))) for rank, head in enumerate(heads) if head is not None and _sender(head) in heads]
+        assert met, f"ranks wait for each other: {heads}"
+        for rank in met[0]:
+            del queues[rank][0]
+
+
+def _sender(action: Action) -> Action | str:
+    """The other side of a receive."""
+    if action.kind is Kind.RECEIVE_FORWARD:
+        return Action(Kind.SEND_FORWARD, action.stage - 1, action.micro_batch)
+    if action.kind is Kind.RECEIVE_BACKWARD:
+        return Action(Kind.SEND_BACKWARD, action.stage + 1, action.micro_batch)
+    return "none: it sends"

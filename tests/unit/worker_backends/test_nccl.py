@@ -1,214 +1,402 @@
-"""What of the NCCL backend needs no GPU: waiting, aborts and connecting, over stand-ins for NCCL's own group."""
+"""The NCCL backend on a device without a GPU (tests/fake_device): ends, memory, errors and connecting."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from datetime import timedelta
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 import torch.distributed as dist
-from shoal_common.errors import DeadlineError, MembershipChanged
-from shoal_worker.backends.nccl.backend import DeviceGroup, NCCLBackend
-from torch._C._distributed_c10d import AllreduceOptions, Store, Work
-from torch.distributed import distributed_c10d
+from shoal_common.errors import ConfigurationError, DeadlineError, InvalidRequestError, MembershipChanged
+from shoal_worker.backends.nccl.backend import NCCLBackend
+from shoal_worker.backends.nccl.device import WATCHDOG
+from shoal_worker.backends.nccl.ending import Ending
+from shoal_worker.torch_internals import AllreduceOptions
 
-_PATIENCE_S = 60.0
+from tests.fake_device.library import FakeCuda, in_threads
+from tests.fake_device.machine import Machine
 
-
-class Kernel(Work):
-    """NCCL's work: `wait` returns when it is queued, it runs when the test lets it, and an abort ends it without an error."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        super().__init__()
-        self.tensor, self.done, self.error = tensor, threading.Event(), ""
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        if self.error:
-            raise dist.DistBackendError(self.error)
-        return True
-
-    def is_completed(self) -> bool:
-        return self.done.is_set()
-
-    def run(self) -> None:
-        self.tensor.mul_(2)
-        self.done.set()
+_PATIENCE = timedelta(seconds=60)
+_SHORT = timedelta(seconds=0.2)
+_SEEDS = range(12)
 
 
-class Device(dist.ProcessGroup):
-    """A native group that queues kernels."""
-
-    def __init__(self) -> None:
-        super().__init__(0, 2)  # type: ignore[call-arg]  # torch's stub knows only the other constructor
-        self.kernels: list[Kernel] = []
-
-    def allreduce(self, tensors: list[torch.Tensor], opts: AllreduceOptions) -> Work:  # type: ignore[override]  # one of torch's two forms
-        if tensors[0].dtype == torch.bool:
-            raise RuntimeError("Input tensor data type is not supported")
-        self.kernels.append(Kernel(tensors[0]))
-        return self.kernels[-1]
+class ProcessEnded(BaseException):
+    """The process would have ended."""
 
 
-def group_on(device: Device, *, timeout_s: float = _PATIENCE_S, ended: Callable[[str], None] = lambda reason: None) -> DeviceGroup:
-    return DeviceGroup(device, name="test", timeout=timedelta(seconds=timeout_s), ended=ended)
+def end_process(status: int, why: str) -> NoReturn:
+    raise ProcessEnded(status, why)
 
 
-def waiting(work: Work) -> tuple[threading.Thread, list[Any]]:
-    """Waits on another thread: the thread, and what came of it."""
-    outcome: list[Any] = []
+class Ranks:
+    """Ranks as threads, each on a device of its own."""
 
-    def wait() -> None:
-        try:
-            outcome.append(work.wait())
-        except MembershipChanged as error:
-            outcome.append(str(error))
+    def __init__(self, size: int, seed: int = 0, *, devices: list[int] | None = None) -> None:
+        self.size, self.machine = size, Machine(seed)
+        self.devices = [FakeCuda(self.machine, number) for number in (devices or range(size))]
 
-    thread = threading.Thread(target=wait)
-    thread.start()
-    return thread, outcome
+    def form(self, ranks: list[int] | None = None, **options: Any) -> list[Any]:
+        """Connects these of them: their backends, or what was raised."""
+        ranks = list(range(self.size)) if ranks is None else ranks
+        store = dist.HashStore()
+
+        def connect(rank: int) -> NCCLBackend:
+            backend = self.backend(ranks[rank], limit=options.pop("limit", _PATIENCE))
+            backend.initialize(
+                rank=rank, world_size=len(ranks), store=store, **{"timeout": _PATIENCE, "connect_timeout": _PATIENCE, **options}
+            )
+            return backend
+
+        return in_threads([lambda rank=rank: connect(rank) for rank in range(len(ranks))])
+
+    def backend(self, rank: int, *, limit: timedelta = _PATIENCE, connect_limit: timedelta = _PATIENCE) -> NCCLBackend:
+        backend = NCCLBackend(self.devices[rank], connect_limit=connect_limit)
+        backend._ending = Ending(self.devices[rank], limit=limit, end_process=end_process)
+        return backend
+
+    def run_on(self, looks: int = 400) -> None:
+        """Everything happens that can."""
+        for _ in range(looks):
+            self.machine.look()
 
 
-def test_a_wait_lasts_until_the_device_is_done() -> None:
-    device = Device()
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is forced upon the environment is undone."""
+    for name in (*WATCHDOG, "TORCH_NCCL_NONBLOCKING_TIMEOUT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+def started(backend: NCCLBackend, tensor: torch.Tensor) -> dist.Work:
+    return backend.process_group.allreduce([tensor], AllreduceOptions())
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    (answer,) = in_threads([call])
+    return answer
+
+
+def close(backends: list[Any]) -> None:
+    in_threads([backend.shutdown for backend in backends if isinstance(backend, NCCLBackend)])
+
+
+# --- what a collective is
+
+
+def test_ranks_connect_reduce_and_leave() -> None:
+    ranks = Ranks(3)
+    backends = ranks.form()
+
+    def use(rank: int) -> Any:
+        tensor = torch.full((4,), rank + 1.0)
+        backends[rank].all_reduce(tensor)
+        gathered = torch.empty(12)
+        backends[rank].all_gather(gathered, tensor)
+        return tensor.tolist(), gathered.sum().item(), backends[rank].sum_numbers([rank, 1.0])
+
+    assert in_threads([lambda rank=rank: use(rank) for rank in range(3)]) == [([6.0] * 4, 72.0, [3.0, 3.0])] * 3
+    close(backends)
+    with pytest.raises(MembershipChanged, match="was shut down"):
+        backends[0].all_reduce(torch.ones(1))
+
+
+def test_a_collective_returns_before_it_has_run_and_a_wait_lasts_until_it_has() -> None:
+    ranks = Ranks(2)
+    backends = ranks.form()
+    tensors = [torch.ones(3), torch.ones(3)]
+    works = [started(backend, tensor) for backend, tensor in zip(backends, tensors, strict=True)]
+    assert tensors[0].tolist() == [1.0] * 3
+    tensors[1].fill_(5)  # which is still read
+    for work, tensor in zip(works, tensors, strict=True):
+        work.wait()
+        assert tensor.tolist() == [6.0] * 3
+    close(backends)
+
+
+def test_numbers_and_messages_of_hosts_do_not_wait_for_the_device() -> None:
+    """Both ranks have queued work on the device that does not end: the other's kernel is another one."""
+    ranks = Ranks(2)
+    backends = ranks.form()
+    started(backends[0], torch.ones(3))
+    started(backends[1], torch.ones(5))
+    assert in_threads([lambda backend=backend: backend.sum_numbers([1.0, 2.0]) for backend in backends]) == [[2.0, 4.0]] * 2
+    close(backends)
+
+
+# --- how it ends
+
+
+@pytest.mark.parametrize("seed", _SEEDS)
+def test_memory_is_quiet_once_a_wait_has_failed(seed: int) -> None:
+    ranks = Ranks(2, seed)
+    backends = ranks.form()
     tensor = torch.ones(3)
-    thread, outcome = waiting(group_on(device).allreduce([tensor], AllreduceOptions()))
-    assert not outcome
-    device.kernels[0].run()
-    thread.join(_PATIENCE_S)
-    assert outcome == [True]
-    assert tensor.tolist() == [2.0] * 3
+    work = started(backends[0], tensor)
+    threading.Thread(target=backends[1].abort, args=["a fault"]).start()
+    with pytest.raises(MembershipChanged):
+        work.wait()
+    tensor.fill_(5)
+    ranks.run_on()
+    assert tensor.tolist() == [5.0] * 3
+    close(backends)
 
 
-def test_an_abort_ends_a_wait_although_the_kernel_ends_without_an_error() -> None:
-    device = Device()
-    group = group_on(device, ended=lambda reason: device.kernels[0].done.set())
-    thread, outcome = waiting(group.allreduce([torch.ones(3)], AllreduceOptions()))
-    group.abort("a peer went away")
-    thread.join(_PATIENCE_S)
-    assert outcome == ["a peer went away"]
-    with pytest.raises(MembershipChanged, match="a peer went away"):
-        group.allreduce([torch.ones(3)], AllreduceOptions())
+@pytest.mark.parametrize("seed", _SEEDS)
+def test_a_redo_in_the_next_group_has_the_memory_for_itself(seed: int) -> None:
+    """No wait was in progress when the group ended: what leaves the group waits instead."""
+    ranks = Ranks(3, seed)
+    backends = ranks.form()
+    tensors = [torch.ones(3) for _ in range(2)]
+    for rank, tensor in enumerate(tensors):
+        started(backends[rank], tensor)
+    backends[2].abort("a fault")
+    close(backends)
+    again = ranks.form([0, 1])
+
+    def redo(rank: int) -> Any:
+        tensors[rank].fill_(rank + 1.0)
+        again[rank].all_reduce(tensors[rank])
+        return tensors[rank].tolist()
+
+    assert in_threads([lambda rank=rank: redo(rank) for rank in range(2)]) == [[3.0] * 3] * 2
+    ranks.run_on()
+    assert [tensor.tolist() for tensor in tensors] == [[3.0] * 3] * 2
+    close(again)
+
+
+def test_a_peer_that_is_gone_ends_a_collective_that_spins() -> None:
+    """NCCL does not notice; the hosts' own group does."""
+    ranks = Ranks(2)
+    backends = ranks.form()
+    work = started(backends[0], torch.ones(3))
+    began = time.monotonic()
+    backends[1].shutdown()
+    with pytest.raises(MembershipChanged):
+        work.wait()
+    assert time.monotonic() - began < 20
+    close(backends)
 
 
 def test_a_collective_that_takes_too_long_ends_the_group() -> None:
-    reasons: list[str] = []
-    work = group_on(Device(), timeout_s=0.01, ended=reasons.append).allreduce([torch.ones(3)], AllreduceOptions())
-    with pytest.raises(MembershipChanged, match=r"allreduce on rank 0 of 2 takes longer than 0:00:00\.01"):
-        work.wait()
-    assert len(reasons) == 1
+    ranks = Ranks(2)
+    backends = ranks.form(timeout=_SHORT)
+    with pytest.raises(MembershipChanged, match=r"allreduce on rank 0 of 2 takes longer than 0:00:00\.2"):
+        started(backends[0], torch.ones(3)).wait()
+    assert not backends[0].is_initialized
+    close(backends)
 
 
-def test_a_failed_collective_ends_the_group() -> None:
-    device = Device()
-    group = group_on(device)
-    work = group.allreduce([torch.ones(3)], AllreduceOptions())
-    device.kernels[0].error = "NCCL error: remote process exited"
-    device.kernels[0].done.set()
-    with pytest.raises(MembershipChanged, match="remote process exited"):
-        work.wait()
-    assert group.reason is not None
+def test_an_abort_that_does_not_complete_ends_the_process() -> None:
+    ranks = Ranks(2)
+    backends = ranks.form(limit=_SHORT)
+    ranks.machine.aborts_held = True
+    work = started(backends[0], torch.ones(3))
+    backends[0].abort("a fault")
+    ended = outcome(work.wait)
+    assert isinstance(ended, ProcessEnded)
+    assert ended.args[0] == 75
+    assert "cuda:0 did not come to rest within 0.2 s" in ended.args[1]
+    assert isinstance(outcome(backends[0].shutdown), ProcessEnded)  # nor is the memory given to the next group
+    ranks.machine.release_aborts()
+    close(backends)
 
 
-def test_a_mistake_of_the_caller_leaves_the_group_as_it_is() -> None:
-    group = group_on(Device())
-    with pytest.raises(RuntimeError, match="not supported") as raised:
-        group.allreduce([torch.ones(3, dtype=torch.bool)], AllreduceOptions())
-    assert not isinstance(raised.value, MembershipChanged)
-    assert group.reason is None
+def test_a_device_that_has_failed_ends_the_process_of_its_rank() -> None:
+    """Formed anew it would fail at once, for ever."""
+    ranks = Ranks(2)
+    backends = ranks.form()
+    work = started(backends[0], torch.ones(3))
+    ranks.machine.failed[0] = "an illegal memory access was encountered"
+    for call in (work.wait, lambda: started(backends[0], torch.ones(3))):
+        ended = outcome(call)
+        assert isinstance(ended, ProcessEnded)
+        assert ended.args[0] == 75
+        assert "cuda:0 has failed (CUDA error: an illegal memory access was encountered)" in ended.args[1]
 
 
-# --- connecting; ProcessGroupGloo stands in for ProcessGroupNCCL
+def test_a_device_that_has_failed_does_not_connect_anew_for_ever() -> None:
+    ranks = Ranks(2)
+    ranks.machine.failed[0] = "unspecified launch failure"
+    ended, other = ranks.form(connect_timeout=timedelta(seconds=2))
+    assert isinstance(ended, ProcessEnded)
+    assert "cuda:0 has failed (CUDA error: unspecified launch failure)" in ended.args[1]
+    assert isinstance(other, DeadlineError | MembershipChanged | NCCLBackend)
+    close([other])
 
 
-class Native(dist.ProcessGroupGloo):  # type: ignore[misc]  # untyped in this build
-    """Connects when the test lets it."""
-
-    ready: threading.Event
-    aborted: threading.Event
-
-    class Options(distributed_c10d.ProcessGroupGloo._Options):  # type: ignore[misc, name-defined]  # untyped in this build
-        def __init__(self) -> None:
-            super().__init__()
-            self._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=False)]
-
-    def eager_connect_single_device(self, device: torch.device) -> None:
-        self.ready.wait(_PATIENCE_S)
-
-    def abort(self) -> None:
-        self.aborted.set()
+# --- what an error means
 
 
-class OnTheCpu(NCCLBackend):
-    def _device(self) -> torch.device:
-        return torch.device("cpu")
-
-
-@pytest.fixture
-def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    events = SimpleNamespace(ready=threading.Event(), aborted=threading.Event())
-    monkeypatch.setattr(Native, "ready", events.ready, raising=False)
-    monkeypatch.setattr(Native, "aborted", events.aborted, raising=False)
-    monkeypatch.setattr(distributed_c10d, "ProcessGroupNCCL", Native, raising=False)
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    yield events
-    events.ready.set()
-
-
-def initialize(backend: NCCLBackend, store: Store, *, connect_timeout_s: float = _PATIENCE_S) -> None:
-    backend.initialize(rank=0, world_size=1, store=store, connect_timeout=timedelta(seconds=connect_timeout_s))
-
-
-def test_it_connects_reduces_and_shuts_down(native: SimpleNamespace) -> None:
-    native.ready.set()
-    backend = OnTheCpu()
-    initialize(backend, dist.HashStore())
+@pytest.mark.parametrize("seed", _SEEDS)
+def test_an_error_of_nccl_ends_the_group_and_leaves_memory_quiet(seed: int) -> None:
+    """The work counts as complete as soon as NCCL has noticed, though its kernel lives."""
+    ranks = Ranks(2, seed)
+    backends = ranks.form()
     tensor = torch.ones(3)
-    backend.all_reduce(tensor)
-    output = torch.empty(3)
-    backend.all_gather(output, tensor)
-    assert output.tolist() == [1.0] * 3
-    backend.shutdown()
-    assert native.aborted.wait(_PATIENCE_S)
-    with pytest.raises(MembershipChanged, match="was shut down"):
-        backend.all_reduce(tensor)
+    work = started(backends[0], tensor)
+    ranks.devices[0].natives[0]._stream.error = "unhandled system error, remote process exited"
+    with pytest.raises(
+        MembershipChanged, match=r"allreduce on rank 0 of 2 failed: NCCL error: unhandled system error, remote process exited"
+    ):
+        work.wait()
+    tensor.fill_(5)
+    ranks.run_on()
+    assert tensor.tolist() == [5.0] * 3
+    close(backends)
 
 
-def test_connecting_can_be_given_up(native: SimpleNamespace) -> None:
-    backend = OnTheCpu()
-    timer = threading.Timer(0.05, backend.abort, ["superseded"])
-    timer.start()
-    with pytest.raises(MembershipChanged, match="superseded"):
-        initialize(backend, dist.HashStore())
-    timer.join()
+@pytest.mark.parametrize(
+    ("tensor", "op", "says"),
+    [
+        (torch.ones(3, dtype=torch.int16), dist.ReduceOp.SUM, "Input tensor data type is not supported for NCCL process group"),
+        (torch.ones(3, dtype=torch.int32), dist.ReduceOp.BAND, r"Cannot use ReduceOp\.BAND with NCCL"),
+        (torch.ones(4, 4).t(), dist.ReduceOp.SUM, "Tensors must be contiguous"),
+    ],
+)
+def test_an_argument_that_cannot_work_is_the_callers_mistake_and_the_group_goes_on(
+    tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, says: str
+) -> None:
+    ranks = Ranks(2)
+    backends = ranks.form()
+    tensor = tensor.clone() if tensor.is_contiguous() else torch.arange(6.0).view(2, 3).t()
+    options = AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(op)
+    for backend in backends:
+        with pytest.raises(InvalidRequestError, match=says):
+            backend.process_group.allreduce([tensor], options)
+        assert backend.is_initialized
+    close(backends)
 
 
-def test_a_failure_to_connect_is_told_with_its_cause(native: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Native, device: torch.device) -> None:
-        raise dist.DistBackendError("NCCL error in: init.cc:1, unhandled system error")
+def test_sparse_gradients_are_summed() -> None:
+    """NCCL's own answer is an error with "NCCL" in it, for which ranks formed anew for ever."""
+    ranks = Ranks(3)
+    backends = ranks.form()
+    dense = [torch.zeros(5, 2) for _ in range(3)]
+    dense[0][1] = dense[0][4] = 1.0
+    dense[2][4] = 2.0  # rank 1 has no row at all
 
-    monkeypatch.setattr(Native, "eager_connect_single_device", fail)
-    with pytest.raises(MembershipChanged, match="connecting with NCCL failed: NCCL error in"):
-        initialize(OnTheCpu(), dist.HashStore())
+    def reduce(rank: int) -> torch.Tensor:
+        tensor = dense[rank].to_sparse(1)
+        started(backends[rank], tensor).wait()
+        return tensor.to_dense()
+
+    for summed in in_threads([lambda rank=rank: reduce(rank) for rank in range(3)]):
+        assert torch.equal(summed, sum(dense, torch.zeros(5, 2)))
+    close(backends)
 
 
-def test_a_peer_that_does_not_come_is_a_deadline(native: SimpleNamespace) -> None:
-    with pytest.raises(DeadlineError, match=r"connect_timeout=0\.05 s"):
-        initialize(OnTheCpu(), dist.HashStore(), connect_timeout_s=0.05)
+# --- what torch's watchdog does meanwhile
 
 
-def test_a_group_whose_device_ends_it_ends_the_backend(native: SimpleNamespace) -> None:
-    native.ready.set()
-    backend = OnTheCpu()
-    initialize(backend, dist.HashStore())
-    group = backend.process_group
-    assert isinstance(group, DeviceGroup)
-    group.abort("a peer went away")
-    assert not backend.is_initialized
-    assert native.aborted.wait(_PATIENCE_S)
-    backend.shutdown()
+def test_the_watchdog_neither_kills_nor_sleeps_whatever_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    monkeypatch.setenv("TORCH_NCCL_DESYNC_DEBUG", "1")
+    monkeypatch.setenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "15000")
+    ranks = Ranks(2)
+    backends = ranks.form()
+    natives = [device.natives[0] for device in ranks.devices]
+    work = started(backends[0], torch.ones(3))
+    ranks.machine.pass_time(3600)  # as the first step does that compiles, or a peer that loads data
+    assert [(native.would_have_killed, native.would_have_slept_s) for native in natives] == [(None, 0.0)] * 2
+    assert not work.is_completed()  # nor has it failed
+    natives[0]._stream.error = "remote process exited"
+    ranks.machine.pass_time(1)
+    assert (natives[0].would_have_killed, natives[0].would_have_slept_s) == (None, 0.0)
+    close(backends)
+
+
+def test_a_debug_level_that_lets_the_watchdog_kill_is_refused() -> None:
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        for refused in Ranks(2).form():
+            assert isinstance(refused, ConfigurationError)
+            assert "TORCH_DISTRIBUTED_DEBUG=DETAIL" in str(refused)
+    finally:
+        dist.set_debug_level(level)
+
+
+def test_without_nccl_it_says_so() -> None:
+    if dist.is_nccl_available():
+        pytest.skip("this torch has NCCL")
+    with pytest.raises(ConfigurationError, match="built without NCCL"):
+        NCCLBackend()
+
+
+# --- connecting
+
+
+def test_two_ranks_on_one_device_are_told_on_both() -> None:
+    ranks = Ranks(3, devices=[0, 1, 0])
+    for refused in ranks.form():
+        assert isinstance(refused, ConfigurationError)
+        assert "ranks 0 and 2 are both on cuda:0 (GPU-0)" in str(refused)
+        assert "--nproc-per-node gpu" in str(refused)
+    assert not any(device.natives for device in ranks.devices)  # NCCL was not asked
+
+
+def test_a_peer_that_does_not_come_is_a_deadline_and_nccl_is_not_asked() -> None:
+    ranks = Ranks(2)
+    backend = ranks.backend(0)
+    with pytest.raises(DeadlineError, match=r"ranks .* did not come"):
+        backend.initialize(rank=0, world_size=2, store=dist.HashStore(), connect_timeout=timedelta(seconds=1))
+    assert not ranks.devices[0].natives
+
+
+def test_a_library_that_does_not_connect_is_given_up_and_leaves_nothing() -> None:
+    before = nccl_threads()
+    ranks = Ranks(2)
+    ranks.machine.connecting_held = True
+    store = dist.HashStore()
+
+    def connect(rank: int) -> None:
+        backend = ranks.backend(rank, connect_limit=timedelta(seconds=1))
+        backend.initialize(rank=rank, world_size=2, store=store, connect_timeout=timedelta(seconds=1))
+
+    for given_up in in_threads([lambda rank=rank: connect(rank) for rank in range(2)]):
+        assert isinstance(given_up, DeadlineError | MembershipChanged)
+    wait_until(lambda: all(stream.aborted for stream in ranks.machine.streams))
+    wait_until(lambda: not (nccl_threads() - before))
+
+
+def test_connecting_ends_at_once_when_it_is_given_up() -> None:
+    before = nccl_threads()
+    ranks = Ranks(2)
+    ranks.machine.connecting_held = True
+    backends = [ranks.backend(rank, connect_limit=timedelta(seconds=4)) for rank in range(2)]
+    store = dist.HashStore()
+
+    def connect(rank: int) -> float:
+        try:
+            backends[rank].initialize(rank=rank, world_size=2, store=store, connect_timeout=timedelta(seconds=4))
+        except MembershipChanged:
+            return time.monotonic()
+        raise AssertionError("connected")
+
+    def give_up() -> float:
+        wait_until(lambda: len(ranks.machine.streams) == 2)
+        backends[0].abort("superseded")
+        return time.monotonic()
+
+    here, there, given_up = in_threads([lambda: connect(0), lambda: connect(1), give_up])
+    assert here - given_up < 3
+    assert there - given_up < 3
+    wait_until(lambda: not (nccl_threads() - before))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def nccl_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("shoal-nccl")}

@@ -2,8 +2,8 @@
 
 `base` has what every backend offers; `gloo`, `inmemory`, `mpi` and `nccl` have one each, which `registry` knows by name. `python_group` is
 a torch process group written in Python, and `collective` what its collectives do to tensors; `native_threads` waits for torch's threads,
-and `worlds` gives each rank that is a thread a torch world of its own. Importing this package makes torch know the process groups of the
-first three ("shoal_gloo", "shoal_inmemory", "shoal_mpi").
+`process_end` ends a process that cannot go on, and `worlds` gives each rank that is a thread a torch world of its own. Importing this
+package makes torch know the process groups of the first three ("shoal_gloo", "shoal_inmemory", "shoal_mpi").
 """
 
 from shoal_worker.backends.base import CommunicationBackend, GroupEndedError, Handle, ReduceOp

@@ -261,6 +261,11 @@ class CommunicationBackend(abc.ABC):
             raise PreconditionError(f"backend {self.name!r} is not initialized: call initialize() first", reason="BACKEND_NOT_INITIALIZED")
         return self._process_group
 
+    @property
+    def host_group(self) -> dist.ProcessGroup:
+        """The process group for what hosts tell each other, on CPU tensors: `process_group`, or another one where that is a device's."""
+        return self.process_group
+
     def traffic(self) -> dict[str, Traffic]:
         """What the group's connections have sent so far, by the address they lead to; empty where that is not known."""
         return {}
@@ -315,7 +320,7 @@ class CommunicationBackend(abc.ABC):
         self._break()
 
     def shutdown(self) -> None:
-        """Ends the group and lets go of its sockets and threads, without waiting for them. Idempotent."""
+        """Ends the group and lets go of its sockets and threads. Waits for none, but for a device that uses its memory. Idempotent."""
         self.abort(f"backend {self.name!r} was shut down")
         self._release()
 

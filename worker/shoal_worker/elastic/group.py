@@ -269,11 +269,8 @@ class Group:
         """
         if self.world_size == 1:
             self._check()
-            return
-        options = BroadcastOptions()
-        options.rootRank = source
-        with self._failures("broadcast"), self.waiting:
-            self._process_group.broadcast([tensor], options).wait()
+        else:
+            self._broadcast(lambda: self._process_group, tensor, source)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sums `tensor` over all ranks in place.
@@ -341,8 +338,7 @@ class Group:
 
     def all_gather_integers(self, values: Sequence[int]) -> list[list[int]]:
         """Everybody's `values` (equally many on all ranks), in rank order."""
-        mine = torch.tensor(values, dtype=torch.int64, device=self.device)
-        return [t.tolist() for t in self._all_gather(mine)]
+        return [t.tolist() for t in self._all_gather(torch.tensor(values, dtype=torch.int64))]
 
     def meet(self) -> None:
         """Returns when all ranks have called it. No step issues such a collective: ranks of which some are in a step and others here wait
@@ -351,7 +347,7 @@ class Group:
             self._check()
             return
         with self._failures("barrier"), self.waiting:
-            self._process_group.barrier(BarrierOptions()).wait()
+            self._live_backend.host_group.barrier(BarrierOptions()).wait()
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Sends `payload` to all ranks and returns everybody's, in rank order. Two all-gathers: lengths, then bytes. Where few ranks have
@@ -365,13 +361,13 @@ class Group:
         padded = torch.zeros(longest, dtype=torch.uint8)
         if payload:
             padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        gathered = self._all_gather(padded.to(self.device))
-        return [bytes(t[:n].cpu().numpy()) for t, n in zip(gathered, lengths, strict=True)]
+        gathered = self._all_gather(padded)
+        return [bytes(t[:n].numpy()) for t, n in zip(gathered, lengths, strict=True)]
 
     def _tell(self, payload: bytes, rank: int, length: int) -> bytes:
-        told = torch.frombuffer(bytearray(payload if rank == self.rank else length), dtype=torch.uint8).to(self.device)
-        self.broadcast(told, rank)
-        return payload if rank == self.rank else bytes(told.cpu().numpy())
+        told = torch.frombuffer(bytearray(payload if rank == self.rank else length), dtype=torch.uint8)
+        self._broadcast(lambda: self._live_backend.host_group, told, rank)
+        return payload if rank == self.rank else bytes(told.numpy())
 
     def abort(self, reason: str) -> None:
         """Ends the group: collectives that run or come later fail with `reason`. From any thread; returns at once."""
@@ -429,10 +425,13 @@ class Group:
 
     @property
     def _process_group(self) -> dist.ProcessGroup:
-        backend = self._backend
-        if backend is None:
-            raise MembershipChanged(f"generation {self.generation.number} is over: {self._reason}")
-        return backend.process_group
+        return self._live_backend.process_group
+
+    def _broadcast(self, group: Callable[[], dist.ProcessGroup], tensor: torch.Tensor, source: int) -> None:
+        options = BroadcastOptions()
+        options.rootRank = source
+        with self._failures("broadcast"), self.waiting:
+            group().broadcast([tensor], options).wait()
 
     def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         if self.world_size == 1:
@@ -440,7 +439,7 @@ class Group:
             return [mine]
         with self._failures("all_gather"), self.waiting:
             outputs = [torch.empty_like(mine) for _ in range(self.world_size)]
-            self._process_group.allgather([outputs], [mine], AllgatherOptions()).wait()
+            self._live_backend.host_group.allgather([outputs], [mine], AllgatherOptions()).wait()
             return outputs
 
     def _check(self) -> None:

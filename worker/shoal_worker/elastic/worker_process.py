@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from traceback import format_exception
 from types import FrameType, TracebackType
-from typing import Final, NoReturn
+from typing import Final
 
 from shoal_common.allocator import keep_freed_memory
 from shoal_common.clients.coordinator import CoordinatorClient
@@ -32,6 +32,7 @@ from shoal_common.telemetry import HttpServer, serve_metrics
 
 from shoal_worker.backends import native_threads
 from shoal_worker.backends.mpi.backend import own_seat
+from shoal_worker.backends.process_end import end_now
 from shoal_worker.backends.worlds import Seat, own_world
 from shoal_worker.elastic.coordinator_messages import run_message
 from shoal_worker.elastic.desync_detector import DesyncDetector
@@ -261,7 +262,7 @@ def _end(session: Session, script: ScriptEnd) -> None:
         set_session(None)
     session.close(failed=script.failure())
     if session.missed is not None and script.failure() is None:
-        _end_now(1, f"this process fails: {session.missed}")
+        end_now(1, f"this process fails: {session.missed}")
 
 
 @functools.cache
@@ -280,7 +281,7 @@ def _end_alone(reference: weakref.ref[Session], script: ScriptEnd) -> None:
     set_session(None)
     session.close()
     if session.missed is not None and script.failure() is None:
-        _end_now(1, f"this process fails: {session.missed}")
+        end_now(1, f"this process fails: {session.missed}")
 
 
 class _Exit:
@@ -319,7 +320,7 @@ class _Exit:
             _log.warning("a process group is still being destroyed; leaving without it")
         self._end_if_put_out()
         if self._session.missed is not None and self._script.failure() is None:
-            _end_now(1, f"this worker fails: {self._session.missed}")
+            end_now(1, f"this worker fails: {self._session.missed}")
 
     def _note_uncaught(self, kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
         """That the coordinator has put this member out is no error of the script, so there is no traceback: `_leave` says it."""
@@ -332,7 +333,7 @@ class _Exit:
         if refused is None:
             return
         job = self._membership.link.identity.job_id
-        _end_now(
+        end_now(
             PUT_OUT, f"this worker was put out of job {job!r} and ends with status {PUT_OUT}, for its launcher to start it anew: {refused}"
         )
 
@@ -346,15 +347,6 @@ class _Exit:
         elif now - self._asked_at > _SAME_SIGNAL.total_seconds():
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-
-
-def _end_now(status: int, why: str) -> NoReturn:
-    print(f"shoal: {why}", file=sys.stderr)  # noqa: T201 - where a traceback would have been
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # closed
-            stream.flush()
-    os._exit(status)
 
 
 def _address_outwards(settings: WorkerSettings) -> OwnAddress:

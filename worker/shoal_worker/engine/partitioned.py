@@ -75,13 +75,13 @@ class ClosingSum:
     def __init__(self, *parts: torch.Tensor | Sequence[float]) -> None:
         self._parts = [torch.as_tensor(part, dtype=torch.float64) for part in parts]
 
-    def to_send(self, device: torch.device | str) -> torch.Tensor:
-        """For the all-reduce."""
-        return torch.cat(self._parts).to(device)
+    def to_send(self) -> torch.Tensor:
+        """For the all-reduce, on the CPU."""
+        return torch.cat([part.cpu() for part in self._parts])
 
     def split(self, summed: torch.Tensor) -> Sequence[torch.Tensor]:
         """The sums of the parts, on the CPU."""
-        parts: Sequence[torch.Tensor] = summed.cpu().split([len(part) for part in self._parts])
+        parts: Sequence[torch.Tensor] = summed.split([len(part) for part in self._parts])
         return parts
 
 

@@ -318,7 +318,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
             gradients.touched,
             self._buffer_changes(step),
         )
-        summed = summing.to_send(session.group.device if session.group is not None else "cpu")
+        summed = summing.to_send()
         if not self._collectives.all_reduce_short(summed) or not self._passes("step.closed"):
             return
         word, issued, weights, norm, present, changes = summing.split(summed)

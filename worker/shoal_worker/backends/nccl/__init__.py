@@ -1,1 +1,6 @@
-"""NCCL, for CUDA devices: `backend`, with the process group that it forms."""
+"""NCCL, for CUDA devices: groups that end without a kernel left that reads or writes their memory.
+
+`backend` forms groups. `device` is all that speaks to CUDA and to torch's ProcessGroupNCCL; tests put a device without a GPU in its place.
+`group` is the process group, whose collectives are waited for until the device is done; `ending` ends it; `sharing` refuses two ranks on
+one device.
+"""

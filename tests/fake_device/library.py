@@ -1,0 +1,245 @@
+"""Stand-ins for torch's ProcessGroupNCCL and for one rank's CUDA device, over a machine.
+
+The texts of errors are torch's (ProcessGroupNCCL.cpp of 2.13). The watchdog reads the environment as torch's does, when a group is made; it
+ends no process and sleeps in no thread, but writes down when it would have.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from shoal_worker.backends.collective import Collective, op_name
+from shoal_worker.backends.nccl.device import CudaDevice
+from shoal_worker.backends.python_group import PythonGroup
+from torch._C._distributed_c10d import Store, Work
+
+from tests.fake_device.machine import Kernel, Machine
+
+_SUPPORTED = (
+    *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.complex64, torch.complex128),  # as twice as many real numbers
+)
+
+
+class KernelWork(Work):
+    """WorkNCCL: complete when its end event has come, or when NCCL has noticed an error, whatever the kernel does then."""
+
+    def __init__(self, machine: Machine, kernel: Kernel, result: Any) -> None:
+        super().__init__()
+        self._machine, self._kernel, self._result = machine, kernel, result
+
+    def is_completed(self) -> bool:
+        self._machine.look()
+        self._machine.check(self._kernel.stream.device)
+        return self._kernel.ended or self._error is not None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        stream = self._kernel.stream
+        self._machine.check(stream.device)
+        if self._error is not None:
+            self._machine.begin_abort(stream)
+            raise dist.DistBackendError(self._error)
+        return True
+
+    def result(self) -> Any:
+        return self._result
+
+    @property
+    def _error(self) -> str | None:
+        noticed = self._kernel.stream.error
+        return self._kernel.exception or (None if noticed is None else f"NCCL error: {noticed}")
+
+
+class Options:
+    """ProcessGroupNCCL.Options."""
+
+    def __init__(self) -> None:
+        self._timeout = timedelta(minutes=10)
+        self.config = SimpleNamespace(blocking=-1)
+
+
+class FakeNCCL(PythonGroup):
+    """ProcessGroupNCCL on one device."""
+
+    Options = Options
+
+    def __init__(self, machine: Machine, device: int, store: Store, rank: int, size: int, options: Options) -> None:
+        super().__init__(rank, size, f"fake_nccl_{device}")
+        self._machine, self._device, self._store, self._options = machine, device, store, options
+        self._stream: Any = None
+        self._communicator_lock = threading.Lock()
+        """Held by who waits for the communicator, and wanted by who aborts it."""
+        self.would_have_killed: str | None = None
+        """Why the watchdog would have ended the process."""
+        self.would_have_slept_s = 0.0
+        """How long the watchdog would have slept, with the lock that the next collective needs."""
+        desync = _flag("TORCH_NCCL_DESYNC_DEBUG") or dist.get_debug_level() == dist.DebugLevel.DETAIL
+        self._tears_down = int(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")) in (1, 3) or desync
+        self._dump_ms = int(os.environ.get("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "15000"))
+        machine.watchdogs.append(self._watch)
+
+    # --- life
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        if self.rank() == 0:
+            self._store.set("0", f"{id(self._store)}-{time.monotonic_ns()}")
+        key = self._store.get("0").decode()
+        self._stream = self._machine.communicator(key, self.size()).join(self.rank(), self._device)
+        if self._options.config.blocking != 0:
+            self._machine.until(lambda: self._stream.communicator.ready, "a communicator that blocks")
+
+    def abort(self) -> None:
+        if self._stream is None:
+            return
+        with self._communicator_lock:
+            self._machine.begin_abort(self._stream)
+        self._machine.until(lambda: self._stream.aborted, "an abort to complete")
+
+    def _ready(self) -> None:
+        communicator = self._stream.communicator
+        if communicator.ready and communicator.refused is None:
+            return
+        limit_s = int(os.environ.get("TORCH_NCCL_NONBLOCKING_TIMEOUT", "1800"))
+        deadline = time.monotonic() + limit_s
+        with self._communicator_lock:
+            while not communicator.ready:
+                if time.monotonic() > deadline:
+                    raise dist.DistBackendError("NCCL timeout in: NCCLUtils.cpp:139")
+                self._machine.look()
+                time.sleep(0.001)
+        if communicator.refused is not None:
+            raise dist.DistBackendError(
+                "NCCL error in: NCCLUtils.cpp:77, invalid usage, NCCL version 2.29.7\nncclInvalidUsage: This usually reflects invalid "
+                f"usage of NCCL library.\nLast error:\n{communicator.refused}"
+            )
+
+    def _watch(self) -> None:
+        """The watchdog's look."""
+        if self._stream is None or self._stream.aborting:
+            return
+        limit_s = self._options._timeout.total_seconds()
+        late = [k for k in self._stream.queue if not k.ended and self._machine.seconds - k.issued_s >= limit_s]
+        for kernel in late:
+            kernel.exception = f"Watchdog caught collective operation timeout: ran for {limit_s:g} s"
+        if late or self._stream.error is not None:
+            self.would_have_slept_s += 4 * self._dump_ms / 1000
+            if self._tears_down:
+                self.would_have_killed = self._stream.error or f"a collective ran for {limit_s:g} s"
+
+    # --- collectives
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Work:
+        """`ProcessGroup.allreduce`."""
+        if tensors[0].is_sparse:
+            raise RuntimeError("NCCL does not support all_reduce with sparse tensors. Please use dense tensors instead.")
+        return super().allreduce(tensors, opts)
+
+    def _issue(self, call: Collective) -> Work:
+        for tensor in (*call.inputs, *call.outputs):
+            _check(tensor)
+        if call.op is not None and op_name(call.op) in ("BAND", "BOR", "BXOR"):
+            raise ValueError(f"Cannot use ReduceOp.{op_name(call.op)} with NCCL")
+        return self._queue(Kernel(self._stream, call), call.result)
+
+    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+        _check(tensor)
+        return self._queue(Kernel(self._stream, None, peer, sent=tensor), [tensor])
+
+    def _receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Work:
+        _check(tensor)
+        assert peer is not None
+        return self._queue(Kernel(self._stream, None, peer, received=tensor), [tensor])
+
+    def _queue(self, kernel: Kernel, result: Any) -> Work:
+        self._machine.look()
+        self._machine.check(self._device)
+        self._ready()
+        if self._stream.aborting:
+            raise dist.DistBackendError("NCCL communicator was aborted on rank " + str(self.rank()))
+        self._machine.queue(kernel)
+        return KernelWork(self._machine, kernel, result)
+
+
+class FakeCuda(CudaDevice):
+    """One rank's device; its number is its identity."""
+
+    kind = "cpu"  # type: ignore[assignment, misc]  # where the stand-in's tensors live
+
+    def __init__(self, machine: Machine, number: int) -> None:
+        self.machine, self.number = machine, number
+        self.device = torch.device("cpu")
+        self.natives: list[FakeNCCL] = []
+
+    @property
+    def where(self) -> str:
+        return f"cuda:{self.number}"
+
+    def identity(self) -> str:
+        return f"GPU-{self.number}"
+
+    def synchronize(self) -> None:
+        self.machine.until(lambda: self.number in self.machine.failed or not self.machine.busy(self.number), f"{self.where} to be at rest")
+        self.machine.check(self.number)
+
+    def has_failed(self, error: RuntimeError) -> bool:
+        return isinstance(error, torch.AcceleratorError | dist.DistError) and self.number in self.machine.failed
+
+    def _library(self) -> Any:
+        return _Made(self)
+
+    def _grouped(self, native: Any, store: Store, rank: int, size: int) -> dist.ProcessGroup:
+        return native  # type: ignore[no-any-return]
+
+
+class _Made:
+    """The class, as its user sees it: its groups are on one device."""
+
+    Options = Options
+
+    def __init__(self, device: FakeCuda) -> None:
+        self._device = device
+
+    def __call__(self, store: Store, rank: int, size: int, options: Options) -> FakeNCCL:
+        native = FakeNCCL(self._device.machine, self._device.number, store, rank, size, options)
+        self._device.natives.append(native)
+        return native
+
+
+def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:
+    """Runs each in a thread of its own; gives what it returned, or the exception that it raised."""
+    outcomes: list[Any] = [None] * len(calls)
+
+    def run(number: int) -> None:
+        try:
+            outcomes[number] = calls[number]()
+        except BaseException as error:  # whatever it is: an outcome
+            outcomes[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    return outcomes
+
+
+def _check(tensor: torch.Tensor) -> None:
+    if tensor.is_sparse:
+        raise ValueError("Tensors must be CUDA and dense")
+    if not tensor.is_contiguous():
+        raise ValueError("Tensors must be contiguous")
+    if tensor.dtype not in _SUPPORTED:
+        raise TypeError(f"Input tensor data type is not supported for NCCL process group: {tensor.dtype}")
+
+
+def _flag(name: str) -> bool:
+    return os.environ.get(name, "0").lower() in ("1", "true", "y")

@@ -1,0 +1,264 @@
+"""The devices of all ranks of a test: what is queued on them, in which order it runs, and what it does to memory meanwhile.
+
+What NCCL does, and Gloo does not, is kept:
+
+- A collective is queued and the host goes on. It runs when it is at the head of its stream on every rank: streams are first in, first out,
+  of each communicator, for collectives and messages alike. A message that was sent alone ends when its receiver is at it.
+- Inputs are read when it runs, not when it was issued. Results reach each rank in a time of its own.
+- A kernel whose peer is gone spins for ever; nothing tells anybody.
+- An abort that was asked for takes its time. Until it is complete the kernel goes on writing its tensors (NaN is written there, so that who
+  uses the memory is found out). Then the kernel has ended without an error.
+- A device that has failed raises the same error at every call.
+
+Time is counted in looks: each time that a host asks anything of a device, the devices do what is due by then. So nothing sleeps, and what
+the devices do follows from the seed and from what hosts ask. Threads: those of all ranks; the lock guards everything.
+"""
+
+from __future__ import annotations
+
+import collections
+import heapq
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from shoal_worker.backends.collective import Collective, execute
+
+_PATIENCE_S = 60.0
+_PAUSE_S = 20e-6
+
+
+@dataclass(eq=False)
+class Kernel:
+    """A collective, or a message, that one rank has queued."""
+
+    stream: Stream
+    call: Collective | None
+    """None: a message."""
+    peer: int = -1
+    sent: torch.Tensor | None = None
+    received: torch.Tensor | None = None
+    issued_s: float = 0.0
+    coming: bool = False
+    """All ranks are at it: results are on their way."""
+    exception: str | None = None
+    """What the watchdog has put on its work."""
+    ended: bool = False
+    """Its end event: it reads and writes nothing any more."""
+
+    @property
+    def outputs(self) -> list[torch.Tensor]:
+        if self.call is not None:
+            return list(self.call.outputs)
+        return [] if self.received is None else [self.received]
+
+
+@dataclass(eq=False)
+class Stream:
+    """One rank's side of a communicator."""
+
+    communicator: Communicator
+    rank: int
+    device: int
+    queue: collections.deque[Kernel] = field(default_factory=collections.deque)
+    aborting: bool = False
+    aborted: bool = False
+    error: str | None = None
+    """What NCCL has noticed asynchronously."""
+
+
+class Communicator:
+    """What NCCL's ranks have in common."""
+
+    def __init__(self, machine: Machine, size: int) -> None:
+        self._machine = machine
+        self.size = size
+        self.streams: dict[int, Stream] = {}
+        self.ready = False
+        self.refused: str | None = None
+        """Why it cannot be: an error of NCCL's."""
+
+    def join(self, rank: int, device: int) -> Stream:
+        """A rank comes. The communicator is ready some looks after the last one."""
+        machine = self._machine
+        with machine.lock:
+            stream = self.streams[rank] = Stream(self, rank, device)
+            machine.streams.append(stream)
+            for other in self.streams.values():
+                if other is not stream and other.device == device:
+                    self.refused = f"Duplicate GPU detected : rank {rank} and rank {other.rank} both on CUDA device {device}000"
+            if len(self.streams) == self.size and not machine.connecting_held:
+                machine.after(machine.delay(), self._stand)
+            return stream
+
+    def _stand(self) -> None:
+        self.ready = True
+
+    def look(self) -> None:
+        """Starts what is at the head of all streams that it takes."""
+        heads = {rank: s.queue[0] for rank, s in self.streams.items() if s.queue and not s.aborting and not s.queue[0].coming}
+        calls = {rank: kernel.call for rank, kernel in heads.items() if kernel.call is not None}
+        if len(calls) == self.size and len({call.signature for call in calls.values()}) == 1:
+            self._come([heads[rank] for rank in range(self.size)])
+        for rank, kernel in heads.items():
+            other = heads.get(kernel.peer)
+            if kernel.sent is not None and other is not None and other.received is not None and other.peer == rank:
+                self._come([kernel, other])
+
+    def _come(self, kernels: list[Kernel]) -> None:
+        for kernel in kernels:
+            kernel.coming = True
+        self._machine.after(self._machine.delay(), lambda: self._run(kernels))
+
+    def _run(self, kernels: list[Kernel]) -> None:
+        """All ranks are at it: what they read is what is in memory now."""
+        if any(kernel.stream.aborting for kernel in kernels):
+            for kernel in kernels:
+                kernel.coming = False  # spins
+            return
+        if kernels[0].call is None:
+            sent, received = kernels[0].sent, kernels[1].received
+            assert sent is not None
+            assert received is not None
+            copy = sent.detach().clone()
+            self._machine.after(self._machine.delay(), lambda: self._end(kernels[0], []))
+            self._machine.after(self._machine.delay(), lambda: self._end(kernels[1], [copy.view_as(received)]))
+            return
+        calls = [kernel.call for kernel in kernels if kernel.call is not None]
+        copies = [_copied(call) for call in calls]
+        execute(copies)
+        for kernel, copied in zip(kernels, copies, strict=True):
+            results = list(copied.outputs)
+            self._machine.after(self._machine.delay(), lambda kernel=kernel, results=results: self._end(kernel, results))
+
+    def _end(self, kernel: Kernel, results: list[torch.Tensor]) -> None:
+        if kernel.stream.aborting:
+            return  # ended by that
+        for output, result in zip(kernel.outputs, results, strict=True):
+            output.data.copy_(result)
+        kernel.ended = True
+        assert kernel.stream.queue.popleft() is kernel
+        self.look()
+
+
+class Machine:
+    """All devices."""
+
+    def __init__(self, seed: int = 0, *, slowest: int = 12) -> None:
+        """`slowest`: in looks, what a kernel may take at each stage."""
+        self.random = random.Random(seed)
+        self.slowest = slowest
+        self.lock = threading.RLock()
+        self.streams: list[Stream] = []
+        self.failed: dict[int, str] = {}
+        """Devices that have failed, with what CUDA says of it."""
+        self.connecting_held = False
+        """Communicators do not come to stand."""
+        self.aborts_held = False
+        """Aborts do not come to an end."""
+        self.seconds = 0.0
+        """What watchdogs take for the time."""
+        self.watchdogs: list[Callable[[], None]] = []
+        self._communicators: dict[str, Communicator] = {}
+        self._now = 0
+        self._order = itertools.count()
+        self._events: list[tuple[int, int, Callable[[], None]]] = []
+
+    def delay(self) -> int:
+        """How many looks something takes."""
+        return self.random.randint(1, self.slowest)
+
+    def after(self, looks: int, do: Callable[[], None]) -> None:
+        """Does it so many looks later."""
+        with self.lock:
+            heapq.heappush(self._events, (self._now + looks, next(self._order), do))
+
+    def communicator(self, key: str, size: int) -> Communicator:
+        """The one of that key."""
+        with self.lock:
+            return self._communicators.setdefault(key, Communicator(self, size))
+
+    def look(self) -> None:
+        """A host asks something."""
+        with self.lock:
+            self._now += 1
+            while self._events and self._events[0][0] <= self._now:
+                heapq.heappop(self._events)[2]()
+
+    def pass_time(self, seconds: float) -> None:
+        """So much time goes by for the watchdogs, each of which then looks."""
+        self.seconds += seconds
+        for watchdog in self.watchdogs:
+            watchdog()
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """A host is blocked until then."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while not condition():
+            if time.monotonic() > deadline:
+                raise AssertionError(f"waited {_PATIENCE_S:g} s for {what}")
+            self.look()
+            time.sleep(_PAUSE_S)
+
+    def check(self, device: int) -> None:
+        """Raises what CUDA raises at every call once a device has failed."""
+        if device in self.failed:
+            raise torch.AcceleratorError(f"CUDA error: {self.failed[device]}")
+
+    def queue(self, kernel: Kernel) -> None:
+        """Queues it on its stream."""
+        with self.lock:
+            kernel.issued_s = self.seconds
+            kernel.stream.queue.append(kernel)
+            if kernel.stream.aborted:
+                kernel.ended = True
+            kernel.stream.communicator.look()
+
+    def begin_abort(self, stream: Stream) -> None:
+        """From now on nothing of the stream completes; some looks later all of it has ended."""
+        with self.lock:
+            if stream.aborting:
+                return
+            stream.aborting = True
+            looks = 0
+            for _ in range(3):
+                looks += self.delay()
+                self.after(looks, lambda: self._scribble(stream))
+            if not self.aborts_held:
+                self.after(looks + self.delay(), lambda: self._end_abort(stream))
+
+    def release_aborts(self) -> None:
+        """Those that were held come to their ends."""
+        self.aborts_held = False
+        for stream in self.streams:
+            if stream.aborting:
+                self.after(self.delay(), lambda stream=stream: self._end_abort(stream))
+
+    def busy(self, device: int) -> bool:
+        """Something is queued there that has not ended."""
+        with self.lock:
+            return any(not kernel.ended for stream in self.streams if stream.device == device for kernel in stream.queue)
+
+    def _scribble(self, stream: Stream) -> None:
+        """A kernel that lives still writes."""
+        if not stream.aborted:
+            for kernel in list(stream.queue)[:1]:
+                for output in kernel.outputs:
+                    output.data.fill_(float("nan") if output.is_floating_point() else 77)
+
+    def _end_abort(self, stream: Stream) -> None:
+        self._scribble(stream)
+        for kernel in stream.queue:
+            kernel.ended = True
+        stream.aborted = True
+
+
+def _copied(call: Collective) -> Collective:
+    """With memory of its own; what is reduced in place stays in place."""
+    inputs = [each.detach().clone() for each in call.inputs]
+    outputs = inputs if call.outputs is call.inputs else [each.detach().clone() for each in call.outputs]
+    return Collective(kind=call.kind, inputs=inputs, outputs=outputs, op=call.op, root=call.root, result=call.result)

@@ -1,0 +1,211 @@
+"""NCCL on one device, as far as one is enough: what collectives give, what errors say, how a group ends, and what connecting leaves behind.
+
+What needs no kernel that spins runs on the stand-in too (tests/fake_device), in every run of the tests: so the two are held to the same.
+On a device: make test-gpu.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from shoal_common.errors import ConfigurationError, InvalidRequestError, MembershipChanged
+from shoal_worker.backends.base import ReduceOp
+from shoal_worker.backends.nccl.backend import NCCLBackend
+from shoal_worker.backends.nccl.device import CudaDevice
+from shoal_worker.torch_internals import AllreduceOptions
+
+from tests.fake_device.library import FakeCuda, in_threads
+from tests.fake_device.machine import Machine
+
+_PATIENCE = timedelta(seconds=120)
+_ROUNDS = 20
+
+needs_device = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not (torch.cuda.is_available() and dist.is_nccl_available()), reason="no CUDA device with NCCL here"),
+]
+
+
+def _stand_in() -> Callable[[], CudaDevice]:
+    machine = Machine()
+    return lambda: FakeCuda(machine, 0)
+
+
+@pytest.fixture(
+    params=[pytest.param(_stand_in, id="stand-in"), pytest.param(lambda: CudaDevice, id="cuda", marks=needs_device)],
+)
+def device(request: pytest.FixtureRequest) -> Callable[[], CudaDevice]:
+    """Makes devices that are all the same one."""
+    made: Callable[[], CudaDevice] = request.param()
+    return made
+
+
+@pytest.fixture(params=[pytest.param(lambda: CudaDevice, id="cuda", marks=needs_device)])
+def real_device(request: pytest.FixtureRequest) -> Callable[[], CudaDevice]:
+    """As `device`, on a device alone."""
+    made: Callable[[], CudaDevice] = request.param()
+    return made
+
+
+def alone(device: CudaDevice, **options: Any) -> NCCLBackend:
+    """A group of one rank, with a communicator all the same."""
+    backend = NCCLBackend(device)
+    backend.initialize(rank=0, world_size=1, store=dist.HashStore(), **{"connect_timeout": _PATIENCE, **options})
+    return backend
+
+
+@pytest.fixture
+def backend(device: Callable[[], CudaDevice]) -> Iterator[NCCLBackend]:
+    made = alone(device())
+    yield made
+    made.shutdown()
+
+
+def on(backend: NCCLBackend, tensor: torch.Tensor) -> torch.Tensor:
+    device = backend._device
+    assert isinstance(device, CudaDevice)
+    return tensor.to(device.device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8])
+def test_every_collective_of_one_rank_gives_what_was_given(backend: NCCLBackend, dtype: torch.dtype) -> None:
+    given = on(backend, torch.arange(12).to(dtype))
+    for op in ReduceOp:
+        if op is not ReduceOp.AVERAGE or dtype.is_floating_point:
+            tensor = given.clone()
+            backend.all_reduce(tensor, op)
+            assert torch.equal(tensor, given)
+    for call in (backend.all_gather, backend.reduce_scatter, backend.all_to_all):
+        output = torch.zeros_like(given)
+        call(output, given)
+        assert torch.equal(output, given)
+    output = torch.zeros_like(given)
+    backend.scatter(output, given, 0)
+    backend.broadcast(output, 0)
+    assert torch.equal(output, given)
+    backend.barrier()
+    assert backend.sum_numbers([1.5, 2.0]) == [1.5, 2.0]
+    short = on(backend, torch.ones(3, dtype=torch.float64))
+    backend.all_reduce_short(short)
+    assert short.tolist() == [1.0] * 3
+
+
+def test_sparse_tensors_are_reduced(backend: NCCLBackend) -> None:
+    dense = on(backend, torch.tensor([[0.0, 0.0], [1.0, 2.0], [0.0, 3.0]]))
+    tensor = dense.to_sparse(1)
+    backend.process_group.allreduce([tensor], AllreduceOptions()).wait()
+    assert torch.equal(tensor.to_dense(), dense)
+
+
+@pytest.mark.parametrize(
+    ("make", "op", "says"),
+    [
+        (lambda: torch.ones(3, dtype=torch.int32), dist.ReduceOp.BAND, r"Cannot use ReduceOp\.BAND with NCCL"),
+        (lambda: torch.ones(2, 3).t(), dist.ReduceOp.SUM, "Tensors must be contiguous"),
+        (lambda: torch.ones(3, dtype=torch.int16), dist.ReduceOp.SUM, "Input tensor data type is not supported for NCCL process group"),
+    ],
+    ids=["a reduction that NCCL lacks", "not contiguous", "a dtype that NCCL lacks"],
+)
+def test_arguments_that_cannot_work_are_refused_and_the_group_goes_on(
+    backend: NCCLBackend, make: Callable[[], torch.Tensor], op: Any, says: str
+) -> None:
+    options = AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(op)
+    with pytest.raises(InvalidRequestError, match=says):
+        backend.process_group.allreduce([on(backend, make())], options)
+    assert backend.is_initialized
+
+
+def test_two_ranks_on_one_device_are_refused_on_both(device: Callable[[], CudaDevice]) -> None:
+    store = dist.HashStore()
+
+    def connect(rank: int) -> None:
+        NCCLBackend(device()).initialize(rank=rank, world_size=2, store=store, connect_timeout=_PATIENCE)
+
+    for refused in in_threads([lambda rank=rank: connect(rank) for rank in range(2)]):
+        assert isinstance(refused, ConfigurationError)
+        assert "ranks 0 and 1 are both on cuda:0" in str(refused)
+
+
+def test_groups_that_come_and_go_leave_no_threads(device: Callable[[], CudaDevice]) -> None:
+    alone(device()).shutdown()
+    before = threading.active_count()
+    for _ in range(_ROUNDS):
+        backend = alone(device())
+        backend.all_reduce(on(backend, torch.ones(8)))
+        backend.shutdown()
+    deadline = time.monotonic() + 60
+    while threading.active_count() > before:
+        assert time.monotonic() < deadline, [thread.name for thread in threading.enumerate()]
+        time.sleep(0.01)
+
+
+# --- on a device alone
+
+
+def test_groups_that_come_and_go_leave_no_memory(real_device: Callable[[], CudaDevice]) -> None:
+    for _ in range(2):
+        alone(real_device()).shutdown()
+    torch.cuda.synchronize()
+    free, _ = torch.cuda.mem_get_info()
+    for _ in range(_ROUNDS):
+        backend = alone(real_device())
+        backend.all_reduce(on(backend, torch.ones(8)))
+        backend.shutdown()
+    torch.cuda.synchronize()
+    assert free - torch.cuda.mem_get_info()[0] < 64 << 20
+
+
+def spin(seconds: float) -> None:
+    """Keeps the current stream busy for about so long."""
+    torch.cuda._sleep(int(seconds * 1.5e9))
+
+
+def test_a_collective_behind_a_kernel_that_spins_is_issued_at_once_and_waited_for(real_device: Callable[[], CudaDevice]) -> None:
+    backend = alone(real_device())
+    tensors = [on(backend, torch.ones(1 << 20)) for _ in range(3)]
+    torch.cuda.synchronize()
+    began = time.monotonic()
+    spin(2.0)
+    works = [backend.process_group.allreduce([tensor], AllreduceOptions()) for tensor in tensors]
+    issued = time.monotonic() - began
+    assert issued < 0.5  # nobody holds a lock that the next collective needs
+    assert not works[0].is_completed()
+    for work in works:
+        work.wait()
+    assert time.monotonic() - began > issued
+    assert torch.cuda.current_stream().query()
+    backend.shutdown()
+
+
+def test_an_abort_while_a_kernel_spins_gives_memory_back_when_the_device_is_at_rest(real_device: Callable[[], CudaDevice]) -> None:
+    backend = alone(real_device())
+    tensor = on(backend, torch.ones(1 << 20))
+    torch.cuda.synchronize()
+    spin(2.0)
+    work = backend.process_group.allreduce([tensor], AllreduceOptions())
+    threading.Timer(0.2, backend.abort, ["a fault"]).start()
+    with pytest.raises(MembershipChanged, match="a fault"):
+        work.wait()
+    assert torch.cuda.current_stream().query()
+    tensor.fill_(5)
+    torch.cuda.synchronize()
+    assert bool((tensor == 5).all())
+    backend.shutdown()
+    alone(real_device()).shutdown()  # and the device is as good as new
+
+
+def test_a_wait_that_takes_too_long_ends_the_group(real_device: Callable[[], CudaDevice]) -> None:
+    backend = alone(real_device(), timeout=timedelta(seconds=0.3))
+    spin(3.0)
+    work = backend.process_group.allreduce([on(backend, torch.ones(8))], AllreduceOptions())
+    with pytest.raises(MembershipChanged, match=r"takes longer than 0:00:00\.3"):
+        work.wait()
+    backend.shutdown()

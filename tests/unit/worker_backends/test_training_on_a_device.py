@@ -1,0 +1,107 @@
+"""Whole training steps over the NCCL backend on a device without a GPU: ranks as threads, with real sessions and loaders."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import shoal
+import torch
+import torch.distributed as dist
+from shoal_worker.api import shutdown
+from shoal_worker.backends import worlds
+from shoal_worker.backends.nccl.backend import NCCLBackend
+from shoal_worker.elastic import fixed
+from torch import nn
+
+from tests.fake_device.library import FakeCuda, in_threads
+from tests.fake_device.machine import Machine
+
+_TIMEOUT = timedelta(seconds=60)
+_WORLD = 4
+
+
+def model_with_rows(*, sparse: bool) -> nn.Module:
+    """Of whose rows few are used in a step."""
+    return nn.Sequential(
+        nn.Embedding(20, 8, sparse=sparse), nn.Linear(8, 16), nn.Tanh(), *(nn.Linear(16, 16) for _ in range(5)), nn.Linear(16, 1)
+    )
+
+
+def examples() -> torch.utils.data.TensorDataset:
+    draw = torch.Generator().manual_seed(0)
+    return torch.utils.data.TensorDataset(torch.randint(0, 20, (48,), generator=draw), torch.randn(48, 1, generator=draw))
+
+
+def train(prototype: nn.Module, strategy: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    module = copy.deepcopy(prototype)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, optimizer = shoal.as_distributed(module, optimizer, strategy=strategy, **options)
+    for x, y in shoal.ElasticDataLoader(examples(), global_batch_size=16, shuffle=True, seed=1):
+        if strategy in ("pipeline", "hybrid"):
+            model.train_step(x, y, nn.functional.mse_loss)
+        else:
+            nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state: dict[str, torch.Tensor] = model.full_state_dict()
+    return {name: value.clone() for name, value in state.items()}
+
+
+def on_devices(machine: Machine, prototype: nn.Module, strategy: str, options: dict[str, Any]) -> list[Any]:
+    """What each rank's training came to."""
+    store, own, done = dist.HashStore(), threading.local(), threading.Barrier(_WORLD)
+
+    class Own(NCCLBackend):
+        device_type = "cpu"
+
+        def __init__(self) -> None:
+            super().__init__(own.device)
+
+    def be(rank: int) -> dict[str, torch.Tensor]:
+        own.device = FakeCuda(machine, rank)
+        seat = worlds.Seat(rank=rank, world_size=_WORLD, store=store, timeout=_TIMEOUT, backend="nccl")
+        with worlds.entered(seat):
+            try:
+                trained = train(prototype, strategy, options)
+                done.wait(_TIMEOUT.total_seconds())  # nobody closes its connections under another's last collective
+            except BaseException:
+                done.abort()
+                raise
+            shutdown()
+            return trained
+
+    with mock.patch.object(fixed, "backend_class", return_value=Own), worlds.installed():
+        return in_threads([lambda rank=rank: be(rank) for rank in range(_WORLD)])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "sparse"),
+    [
+        ("ddp", {}, False),
+        ("ddp", {}, True),
+        ("zero1", {}, False),
+        ("zero2", {}, False),
+        ("zero3", {}, False),
+        ("hsdp", {"shard_size": 2}, False),
+        ("tensor", {}, False),
+        ("pipeline", {"schedule": "1f1b", "micro_batches": 4}, False),
+        ("pipeline", {"schedule": "zero_bubble", "micro_batches": 4}, False),
+        ("hybrid", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "micro_batches": 4}, False),
+    ],
+)
+def test_training_on_devices_comes_to_what_one_process_does(strategy: str, options: dict[str, Any], sparse: bool) -> None:
+    torch.manual_seed(0)
+    prototype = model_with_rows(sparse=sparse)
+    (expected,) = shoal.launch(train, prototype, "ddp", {}, world_size=1)
+    machine = Machine(seed=1)
+    outcomes = on_devices(machine, prototype, strategy, options)
+    assert not [each for each in outcomes if isinstance(each, BaseException)]
+    for trained in outcomes:
+        for name, value in expected.items():
+            torch.testing.assert_close(trained[name], value, rtol=1e-4, atol=1e-6)
+    assert not any(machine.busy(device) for device in range(_WORLD))

@@ -1,0 +1,188 @@
+"""The CUDA device of this process, and torch's ProcessGroupNCCL on it: all that this package asks of either.
+
+torch gives that class a watchdog of its own, a thread for each group. Left as it is it ends the process on an error or a timeout, or sleeps
+for a minute with a lock that the next collective needs. Shoal keeps the time itself, so the watchdog is told to look and do nothing: by
+environment variables, which it reads when a group is made, and by a timeout that never comes. What can be read in torch 2.13's sources
+(ProcessGroupNCCL.cpp) stands beside each variable.
+
+Communicators do not block: a blocking one cannot be aborted until all ranks have come, since torch has no handle of it before.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Final, Protocol
+
+import torch
+import torch.distributed as dist
+from shoal_common.errors import ConfigurationError, DeadlineError
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from shoal_worker.settings import force_environment
+from shoal_worker.torch_internals import AllreduceOptions, DebugLevel, get_debug_level
+
+_log = logging.getLogger(__name__)
+
+WATCHDOG: Final = {
+    # What the watchdog does about an error or a timeout: 0 is nothing; 3, the default, ends the process.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    # Waits that block in C++, and no watchdog: an abort could not free them.
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    # Sets the first of these back to 3, and writes each collective into the store.
+    "TORCH_NCCL_DESYNC_DEBUG": "0",
+    # A second thread that ends the process when the watchdog stands still, or when a rank asks all for a dump.
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_EXTRA_DUMP_ON_EXEC": "0",
+    # After an error the watchdog sleeps four times as long, and holds the lock that the next collective needs.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    # An error of one group is none of all, and one of CUDA is found where it is waited for.
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+}
+"""Variables that ProcessGroupNCCL reads when it is made, with what they have to be."""
+_NEVER: Final = timedelta(days=3650)
+"""A timeout that does not come. torch counts nanoseconds from it, which end after 292 years."""
+_LOOK_S: Final = 0.002
+
+
+class Native(Protocol):
+    """What ends: a ProcessGroupNCCL."""
+
+    def abort(self) -> None:
+        """Ends its kernels, and returns when they have ended. May be called while it connects; blocks then until it has given up."""
+        ...
+
+
+class Device(Protocol):
+    """A device on which collectives are queued: the host goes on before they have run."""
+
+    @property
+    def kind(self) -> str:
+        """torch's name of its type."""
+        ...
+
+    @property
+    def where(self) -> str:
+        """What messages call it: `cuda:0`."""
+        ...
+
+    def identity(self) -> str:
+        """The same for two processes if and only if they use one device."""
+        ...
+
+    def connect(self, store: Store, rank: int, size: int, timeout: timedelta, made: Callable[[Native], None]) -> dist.ProcessGroup:
+        """Connects a group of its own to that of all ranks; blocks. `made` gets what can be aborted, as soon as there is something.
+
+        Raises DeadlineError or RuntimeError when a rank does not come within `timeout`, and RuntimeError for what the library says.
+        """
+        ...
+
+    def synchronize(self) -> None:
+        """Blocks until all that was queued has ended. Raises RuntimeError when the device has failed."""
+        ...
+
+    def has_failed(self, error: RuntimeError) -> bool:
+        """Whether `error` says that the device can do nothing more in this process. Does not block."""
+        ...
+
+
+class CudaDevice:
+    """The calling thread's current CUDA device: torch.cuda.set_device comes first. A `Device`."""
+
+    kind: Final = "cuda"
+
+    def __init__(self) -> None:
+        """Raises ConfigurationError where torch has no CUDA or no NCCL."""
+        if not dist.is_nccl_available():
+            raise ConfigurationError("backend='nccl': this torch is built without NCCL; install a CUDA build, or use backend='gloo'")
+        if not torch.cuda.is_available():
+            raise ConfigurationError("backend='nccl': no CUDA device; check the driver and CUDA_VISIBLE_DEVICES, or use backend='gloo'")
+        self.device = self._current()
+
+    @property
+    def where(self) -> str:
+        """See `Device`."""
+        return str(self.device)
+
+    def identity(self) -> str:
+        """See `Device`: the UUID that the driver gives it, or its slice."""
+        return str(torch.cuda.get_device_properties(self.device).uuid)
+
+    def connect(self, store: Store, rank: int, size: int, timeout: timedelta, made: Callable[[Native], None]) -> dist.ProcessGroup:
+        """See `Device`."""
+        keep_watchdog_still(timeout)
+        deadline = time.monotonic() + timeout.total_seconds()
+        library = self._library()
+        options = library.Options()
+        options._timeout = _NEVER
+        options.config.blocking = 0
+        native = library(PrefixStore("nccl", store), rank, size, options)
+        made(native)
+        native.eager_connect_single_device(self.device)
+        # The first collective waits, in C++, until the communicator stands; a communicator that is asked for nothing never says so.
+        ready = torch.zeros(1, device=self.device)
+        work = native.allreduce([ready], AllreduceOptions())
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"the first collective of {size} ranks with NCCL took longer than {timeout.total_seconds():g} s",
+                    reason="CONNECT_TIMEOUT",
+                )
+            time.sleep(_LOOK_S)
+        work.wait()
+        return self._grouped(native, store, rank, size)
+
+    def synchronize(self) -> None:
+        """See `Device`."""
+        torch.cuda.synchronize(self.device)
+
+    def has_failed(self, error: RuntimeError) -> bool:
+        """See `Device`. An error that stays is given by every later call; others, as of a kernel that could not be launched, are not."""
+        if not isinstance(error, torch.AcceleratorError | dist.DistError):  # the other: NCCL has met it
+            return False
+        try:
+            torch.cuda.current_stream(self.device).query()
+        except RuntimeError:
+            return True
+        return False
+
+    def _library(self) -> Any:
+        """The class ProcessGroupNCCL, which builds of torch without CUDA lack."""
+        from torch.distributed.distributed_c10d import ProcessGroupNCCL
+
+        return ProcessGroupNCCL
+
+    def _current(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def _grouped(self, native: Any, store: Store, rank: int, size: int) -> dist.ProcessGroup:
+        group = dist.ProcessGroup(PrefixStore("nccl-group", store), rank, size)
+        kind = dist.ProcessGroup.BackendType.NCCL
+        group._set_default_backend(kind)
+        group._register_backend(self.device, kind, native)
+        return group
+
+
+def keep_watchdog_still(connect_timeout: timedelta) -> None:
+    """Sets what ProcessGroupNCCL reads from the environment when it is made, whatever the user has set.
+
+    Raises:
+        ConfigurationError: TORCH_DISTRIBUTED_DEBUG is DETAIL, which torch has read when it was imported.
+    """
+    if get_debug_level() == DebugLevel.DETAIL:
+        raise ConfigurationError(
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL with backend='nccl': torch's watchdog then ends the process when a peer is lost, and Shoal "
+            "could not go on without that peer. Set it to INFO or OFF before the process starts",
+            reason="DEBUG_LEVEL_DETAIL",
+        )
+    # Of a communicator that does not block: how long its first use waits for it, and an abort for that. Read once in a process.
+    waits = {"TORCH_NCCL_NONBLOCKING_TIMEOUT": str(max(1, math.ceil(connect_timeout.total_seconds())))}
+    overruled = force_environment({**WATCHDOG, **waits})
+    if overruled:
+        given = ", ".join(f"{name}={value}" for name, value in sorted(overruled.items()))
+        _log.warning("%s is overruled: Shoal keeps the time of collectives, and torch's watchdog must not end the process", given)

@@ -1,0 +1,91 @@
+"""The end of a group on a device: an abort, and then a device that is at rest.
+
+An abort that was asked for has not ended anything yet: kernels go on reading and writing their tensors until the device has seen it. Who
+gave those tensors to something else, or made a new group beside the old abort, would compute with what a dead collective writes. So a group
+ends in two phases. It is marked ended, at once, from any thread; and what raises for that, or makes the next group, waits here until the
+abort has returned and everything that was queued on the device has ended. Where that takes too long, or the device has failed, no later
+result could be trusted and no new group would connect: the process ends, and its launcher replaces it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Final, NoReturn
+
+from shoal_common.exit_status import PUT_OUT
+
+from shoal_worker.backends import native_threads
+from shoal_worker.backends.base import cause_of
+from shoal_worker.backends.nccl.device import Device, Native
+from shoal_worker.backends.process_end import end_now
+
+LIMIT: Final = timedelta(seconds=30)
+"""How long an abort may take, and the kernels after it."""
+
+
+class Ending:
+    """The end of one native group, which may have begun or not. `begin` is for any thread, `wait` for the one that issues collectives."""
+
+    def __init__(self, device: Device, *, limit: timedelta = LIMIT, end_process: Callable[[int, str], NoReturn] = end_now) -> None:
+        self._device = device
+        self._limit_s = limit.total_seconds()
+        self._end_process = end_process
+        self._lock = threading.Lock()
+        self._natives: list[Native] = []
+        """What is to be aborted. Guarded by the lock, as the next one."""
+        self._began = False
+        self._over = threading.Event()
+        """Nothing reads or writes the group's memory any more, or the device has failed."""
+        self._failure: str | None = None
+        """Why the device cannot be used any more."""
+
+    def covers(self, native: Native) -> None:
+        """`native` has been made: the end aborts it, at once if it has begun."""
+        with self._lock:
+            self._natives.append(native)
+            late = self._began
+        if late:
+            native_threads.start(native.abort, name="shoal-nccl-abort", most_s=self._limit_s)
+
+    def begin(self) -> None:
+        """Aborts the group and returns at once. Idempotent."""
+        with self._lock:
+            if self._began:
+                return
+            self._began = True
+            natives = list(self._natives)
+        native_threads.start(lambda: self._end(natives), name="shoal-nccl-abort", most_s=self._limit_s)
+
+    def wait(self) -> None:
+        """Returns when the group's memory can be used for something else. Ends the process if the device has failed, or does not come to
+        rest within the limit."""
+        if not self._over.wait(self._limit_s):
+            self._end_process(
+                PUT_OUT,
+                f"{self._device.where} did not come to rest within {self._limit_s:g} s after a group on it was aborted, so its memory "
+                f"cannot be used again: this worker ends with status {PUT_OUT}, for its launcher to start it anew",
+            )
+        if self._failure is not None:
+            self.failed(self._failure)
+
+    def failed(self, cause: str) -> NoReturn:
+        """Ends the process, for the device has failed."""
+        self._end_process(
+            PUT_OUT, f"{self._device.where} has failed ({cause}): this worker ends with status {PUT_OUT}, for its launcher to start it anew"
+        )
+
+    def _end(self, natives: list[Native]) -> None:
+        for native in natives:
+            try:
+                native.abort()
+            except RuntimeError as error:  # what counts is whether the device comes to rest
+                if self._device.has_failed(error):
+                    self._failure = cause_of(error)
+        try:
+            if self._failure is None:
+                self._device.synchronize()
+        except RuntimeError as error:
+            self._failure = cause_of(error)
+        self._over.set()

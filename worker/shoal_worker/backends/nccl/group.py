@@ -1,0 +1,232 @@
+"""A process group whose collectives run on a device's streams, made safe to commit on.
+
+NCCL's `wait` returns when the kernel is queued, not when it has run, and an abort ends kernels without an error: what they leave in their
+tensors looks like a result. A step must be applied only when all its collectives completed. So a wait here lasts until the device is done,
+and then asks whether the group was ended meanwhile. That costs the queueing ahead of one step; nothing else would be right. A wait that
+fails because the group has ended raises only when no kernel of it is left (ending.py), so that who catches it may use the memory again.
+
+What an error means is told by its type and by where it is raised, not by its text. torch checks arguments before it asks NCCL, and raises
+ValueError, TypeError or RuntimeError: those are the caller's, and the group goes on. DistBackendError is NCCL's: the group is over. What
+CUDA raises again at every later call means that the device has failed: the process ends.
+
+Threads: one thread issues collectives and waits; `abort` is for any thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, ClassVar, Final, NoReturn
+
+import torch
+import torch.distributed as dist
+from shoal_common.errors import InvalidRequestError
+
+from shoal_worker.backends.base import GroupEndedError, Waits, cause_of
+from shoal_worker.backends.nccl.device import Device
+from shoal_worker.backends.nccl.ending import Ending
+from shoal_worker.backends.python_group import ForwardingGroup
+from shoal_worker.torch_internals import AllgatherOptions, Work
+
+_PAUSE_S: Final = 20e-6
+_REFUSALS: Final = ("ncclInvalidArgument", "ncclInvalidUsage")
+"""NCCL's own names of results that say that a call could not work; torch puts them into the message of its DistBackendError."""
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether `error`, raised where something was asked of the library, says that it cannot work, now or when it is asked again."""
+    if isinstance(error, dist.DistError):
+        return any(name in str(error) for name in _REFUSALS)
+    return True
+
+
+class DeviceWork(Work):
+    """A collective on a device."""
+
+    def __init__(self, name: str, native: Work, group: DeviceGroup) -> None:
+        super().__init__()
+        self._name = name
+        self._native = native
+        self._group = group
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Returns when the device has the result in place. `timeout` None or 0: the group's.
+
+        Raises GroupEndedError when the group is over, which it also is when this takes too long; no kernel of the group runs then.
+        """
+        group = self._group
+        allowed = timeout or group.timeout
+        deadline = time.monotonic() + allowed.total_seconds()
+        with group.waits.of(self._name):
+            while not self._has_ended():
+                group.raise_if_ended()
+                if time.monotonic() > deadline:
+                    group.abort(f"{self._name} on rank {group.rank()} of {group.size()} takes longer than {allowed}")
+                time.sleep(_PAUSE_S)
+        group.raise_if_ended()
+        try:
+            self._native.wait()  # orders the caller's stream behind it, and raises what went wrong
+        except RuntimeError as error:
+            group.lost(self._name, error)
+        group.raise_if_ended()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return, or raise, soon."""
+        return self._group.reason is not None or self._has_ended()
+
+    def synchronize(self) -> None:
+        """Waits for the collective, as `wait` does."""
+        self.wait()
+
+    def result(self) -> Any:
+        """The output tensors, once `wait` has returned."""
+        return self._native.result()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of the output tensors, in the order of the device's streams. It does not tell that the group was ended: `wait` does."""
+        return self._native.get_future()
+
+    def source_rank(self) -> int:
+        """Who sent what `recv_anysource` received."""
+        return int(self._native._source_rank())
+
+    _source_rank = source_rank
+
+    def _has_ended(self) -> bool:
+        """It has completed or failed."""
+        try:
+            return bool(self._native.is_completed())
+        except RuntimeError as error:
+            self._group.lost(self._name, error)
+
+
+class SparseWork(Work):
+    """An all-reduce of a sparse tensor: its indices and values are gathered from all ranks, and added up by `wait`."""
+
+    def __init__(
+        self, tensor: torch.Tensor, gathered: list[tuple[torch.Tensor, torch.Tensor]], works: list[Work], counts: list[int]
+    ) -> None:
+        """`gathered`: of each rank, its indices and values, padded to the longest; `counts`: how many of each are its own."""
+        super().__init__()
+        self._tensor = tensor
+        self._gathered = gathered
+        self._works = works
+        self._counts = counts
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Returns when the sum is in place; see `DeviceWork.wait`."""
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+        if works:
+            indices = torch.cat([each[:, :count] for (each, _), count in zip(self._gathered, self._counts, strict=True)], dim=1)
+            values = torch.cat([each[:count] for (_, each), count in zip(self._gathered, self._counts, strict=True)])
+            summed = torch.sparse_coo_tensor(indices, values, self._tensor.shape, check_invariants=False).coalesce()
+            self._gathered.clear()
+            self._tensor.copy_(summed)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return, or raise, soon."""
+        return all(work.is_completed() for work in self._works)
+
+    def result(self) -> Any:
+        """The output tensor, once `wait` has returned."""
+        return [self._tensor]
+
+
+class DeviceGroup(ForwardingGroup):
+    """Issues collectives on a `native` group. `ended(reason)` is called once, from any thread, when it is over, and begins its `ending`."""
+
+    backend_name: ClassVar[str] = "shoal_nccl"
+
+    def __init__(
+        self,
+        native: dist.ProcessGroup,
+        *,
+        device: Device,
+        ending: Ending,
+        name: str,
+        timeout: timedelta,
+        ended: Callable[[str], None],
+        waits: Waits | None = None,
+    ) -> None:
+        """`timeout`: the longest that a collective may take. `waits` notes the waits for its works."""
+        super().__init__(native.rank(), native.size(), name)
+        self.waits = waits or Waits()
+        self.timeout = timeout
+        self.reason: str | None = None
+        """Why the group is over; None: it is not."""
+        self._native: dist.ProcessGroup | None = native
+        self._device = device
+        self._ending = ending
+        self._ended = ended
+
+    def abort(self, reason: str = "the process group was aborted") -> None:
+        """Ends what is pending and refuses what comes, with GroupEndedError(reason). The first reason stays. Any thread."""
+        if self.reason is None:
+            self.reason = reason
+            self._ended(reason)
+
+    def shutdown(self) -> None:
+        """Ends the group, waits until no kernel of it runs, and lets go of the native one. Idempotent."""
+        self.abort("the process group was shut down")
+        self._ending.wait()
+        self._native = None
+
+    def raise_if_ended(self) -> None:
+        """Raises GroupEndedError when the group is over and no kernel of it runs any more."""
+        if self.reason is not None:
+            self._ending.wait()
+            raise GroupEndedError(self.reason)
+
+    def lost(self, name: str, error: RuntimeError) -> NoReturn:
+        """Ends the group for that failure of a collective, and raises GroupEndedError; ends the process where the device has failed."""
+        if self._device.has_failed(error):
+            self._ending.failed(cause_of(error))
+        self.abort(f"{name} on rank {self.rank()} of {self.size()} failed: {cause_of(error)}")
+        self._ending.wait()
+        raise GroupEndedError(self.reason or cause_of(error)) from error
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+        """`ProcessGroup.allreduce`, of sparse tensors too."""
+        if len(tensors) == 1 and tensors[0].is_sparse:
+            return self._all_reduce_sparse(tensors[0], opts)
+        return self._issue("allreduce", (tensors,) if opts is None else (tensors, opts), {})
+
+    def _all_reduce_sparse(self, tensor: torch.Tensor, opts: Any) -> Work:
+        op = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
+        if op != dist.ReduceOp.SUM:
+            raise InvalidRequestError(f"allreduce of a sparse tensor with {op}: expected SUM")
+        own = tensor.coalesce()
+        count = torch.tensor([own._nnz()], dtype=torch.int64, device=own.device)
+        everyones = [torch.empty_like(count) for _ in range(self.size())]
+        self._issue("allgather", ([everyones], [count], AllgatherOptions()), {}).wait()
+        counts = [int(each) for each in torch.cat(everyones).tolist()]
+        longest = max(counts)
+        indices = own.indices().new_zeros(own.indices().shape[0], longest)
+        indices[:, : own._nnz()] = own.indices()
+        values = own.values().new_zeros(longest, *own.values().shape[1:])
+        values[: own._nnz()] = own.values()
+        gathered = [(torch.empty_like(indices), torch.empty_like(values)) for _ in range(self.size())]
+        works = []
+        if longest:
+            works.append(self._issue("allgather", ([[each for each, _ in gathered]], [indices], AllgatherOptions()), {}))
+            works.append(self._issue("allgather", ([[each for _, each in gathered]], [values], AllgatherOptions()), {}))
+        return SparseWork(tensor, gathered, works, counts)
+
+    def _issue(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Work:
+        native = self._native
+        self.raise_if_ended()
+        assert native is not None
+        try:
+            return DeviceWork(name, getattr(native, name)(*arguments, **options), self)
+        except (RuntimeError, ValueError, TypeError) as error:
+            if isinstance(error, RuntimeError) and (self._device.has_failed(error) or not is_refusal(error)):
+                self.lost(name, error)
+            self.raise_if_ended()  # what an ended group says of its arguments is not the caller's mistake
+            raise InvalidRequestError(
+                f"{name} on rank {self.rank()} of {self.size()} cannot be done with NCCL: {cause_of(error)}"
+            ) from error

@@ -49,6 +49,19 @@ try:
     from torch.utils import _pytree as pytree
 
     _ = c10d._world  # all process groups of this process
+    _NATIVE_NAMES = {
+        name: name if hasattr(c10d.ProcessGroup, name) else earlier
+        for name, earlier in {
+            "all_gather_single": "_allgather_base",
+            "all_to_all_single": "alltoall_base",
+            "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+            "reduce_scatter_single": "_reduce_scatter_base",
+            "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+        }.items()
+    }
+    """What torch's own groups call these collectives, whose names torch 2.13 gave them."""
+    for _name in _NATIVE_NAMES.values():
+        getattr(c10d.ProcessGroup, _name)
     _queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 except (ImportError, AttributeError) as error:
     raise _unexpected(error) from error
@@ -82,9 +95,16 @@ __all__ = [
     "compute_local_shape_and_global_offset",
     "get_debug_level",
     "in_backward",
+    "native_collective",
     "pytree",
     "stage_backwards",
 ]
+
+
+def native_collective(group: c10d.ProcessGroup, name: str) -> Callable[..., Work]:
+    """The method of a process group of torch's own that torch 2.13 calls `name`."""
+    method: Callable[..., Work] = getattr(group, _NATIVE_NAMES.get(name, name))
+    return method
 
 
 def in_backward() -> bool:

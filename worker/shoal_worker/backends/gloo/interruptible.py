@@ -32,7 +32,7 @@ from shoal_worker.backends.gloo.forming import GlooGroup
 from shoal_worker.backends.gloo.works import AllOf, InterruptibleWork, Transfer, Waiter, end_works
 from shoal_worker.backends.python_group import ForwardingGroup
 from shoal_worker.scratch import ScratchMemory
-from shoal_worker.torch_internals import AllgatherOptions, BroadcastOptions, ReduceScatterOptions, Work
+from shoal_worker.torch_internals import AllgatherOptions, BroadcastOptions, ReduceScatterOptions, Work, native_collective
 
 # -------------------------------------------------------------------------------------------------------------------- memory that is kept
 #
@@ -292,7 +292,7 @@ class InterruptibleGroup(ForwardingGroup):
     def _issue(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any], finish: Callable[[], Any] | None = None) -> Work:
         """`finish` runs once Gloo is done, and gives the value of the work's future."""
         try:
-            native = getattr(self._live(), name)(*arguments, **options)
+            native = native_collective(self._live(), name)(*arguments, **options)
         except RuntimeError as error:
             self.raise_if_lost(name, error)
             raise

@@ -27,7 +27,7 @@ from shoal_worker.backends.base import GroupEndedError, Waits, cause_of
 from shoal_worker.backends.nccl.device import Device
 from shoal_worker.backends.nccl.ending import Ending
 from shoal_worker.backends.python_group import ForwardingGroup
-from shoal_worker.torch_internals import AllgatherOptions, Work
+from shoal_worker.torch_internals import AllgatherOptions, Work, native_collective
 
 _PAUSE_S: Final = 20e-6
 _REFUSALS: Final = ("ncclInvalidArgument", "ncclInvalidUsage")
@@ -222,7 +222,7 @@ class DeviceGroup(ForwardingGroup):
         self.raise_if_ended()
         assert native is not None
         try:
-            return DeviceWork(name, getattr(native, name)(*arguments, **options), self)
+            return DeviceWork(name, native_collective(native, name)(*arguments, **options), self)
         except (RuntimeError, ValueError, TypeError) as error:
             if isinstance(error, RuntimeError) and (self._device.has_failed(error) or not is_refusal(error)):
                 self.lost(name, error)

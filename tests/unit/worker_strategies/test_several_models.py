@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 SAMPLES, BATCH = 48, 12
-STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
+STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor", "hybrid"]
 
 
 def make(*, norms: bool = False) -> tuple[nn.Module, nn.Module]:

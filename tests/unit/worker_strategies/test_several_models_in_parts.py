@@ -1,0 +1,130 @@
+"""Several models whose layers are split over the ranks, each by a plan of its own, end as in plain PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import shoal
+import torch
+from shoal_common.errors import ConfigurationError
+from shoal_worker.elastic.loader_interface import StepStatus
+from torch import nn
+from torch.utils.data import TensorDataset
+
+SAMPLES, BATCH = 48, 12
+SMALL = {"minimum_parameter_group_size": 16}
+"""Layers of this size and above are split: all but the last of the discriminator."""
+LAYOUTS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "tensor": ("tensor", SMALL, 2),
+    "two_replicas": ("tensor", {**SMALL, "tensor_parallel_size": 2}, 4),
+    **{
+        f"hybrid_{along_data}": ("hybrid", {**SMALL, "tensor_parallel_size": 2, "data_parallel_strategy": along_data}, 4)
+        for along_data in ("ddp", "zero1", "zero2", "fsdp")
+    },
+    "hybrid_data": ("hybrid", {"data_parallel_strategy": "zero2"}, 2),
+}
+"""A strategy, its options and a number of ranks."""
+
+
+def make(kind: str) -> tuple[nn.Module, nn.Module]:
+    """`kind`: "norms" puts a BatchNorm into the generator, the last layer of which would be the same without."""
+    torch.manual_seed(0)
+    norm = [nn.BatchNorm1d(8)] if kind == "norms" else []
+    return (
+        nn.Sequential(nn.Linear(3, 8), *norm, nn.Tanh(), nn.Linear(8, 4)).double(),
+        nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double(),
+    )
+
+
+def optimizers_of(*models: nn.Module) -> tuple[torch.optim.Optimizer, ...]:
+    return tuple(torch.optim.AdamW(model.parameters(), 1e-2) for model in models)
+
+
+def dataset() -> TensorDataset:
+    random = torch.Generator().manual_seed(1)
+    return TensorDataset(*(torch.randn(SAMPLES, width, generator=random, dtype=torch.float64) for width in (4, 3)))
+
+
+def loss_of(said: torch.Tensor, truth: float) -> torch.Tensor:
+    return nn.functional.binary_cross_entropy_with_logits(said, torch.full_like(said, truth))
+
+
+def take(models: Any, optimizers: Any, real: torch.Tensor, noise: torch.Tensor, kind: str, number: int) -> list[Any]:
+    """The updates for one batch.
+
+    `kind`: "generator_first"; or "seldom", the generator steps for every third batch; "frozen", the discriminator is frozen for the
+    generator's passes; "attached", the discriminator's loss leaves gradients in the generator; "cleared", gradients are cleared behind the
+    steps, not before the passes.
+    """
+    generator, discriminator = models
+    said = []
+
+    def discriminate() -> None:
+        if kind == "frozen":
+            discriminator.requires_grad_(True)
+        if kind != "cleared":
+            optimizers[1].zero_grad()
+        made = generator(noise)
+        (loss_of(discriminator(real), 1.0) + loss_of(discriminator(made if kind == "attached" else made.detach()), 0.0)).backward()
+        said.append(optimizers[1].step())
+        if kind == "cleared":
+            optimizers[1].zero_grad()
+
+    def generate() -> None:
+        if kind == "frozen":
+            discriminator.requires_grad_(False)
+        if kind != "cleared":
+            optimizers[0].zero_grad()
+        loss_of(discriminator(generator(noise)), 1.0).backward()
+        said.append(optimizers[0].step())
+        if kind == "cleared":
+            [optimizer.zero_grad() for optimizer in optimizers]
+
+    order = [generate, discriminate] if kind in ("generator_first", "frozen_first") else [discriminate, generate]
+    for update in order:
+        if update is discriminate or kind != "seldom" or number % 3 == 0:
+            update()
+    return said
+
+
+def plain(kind: str) -> list[torch.Tensor]:
+    models = make(kind)
+    optimizers = optimizers_of(*models)
+    batches = zip(*(tensor.split(BATCH) for tensor in dataset().tensors), strict=True)
+    for number, (real, noise) in enumerate([*batches] * 2):
+        take(models, optimizers, real, noise, kind, number)
+    return [value.detach() for model in models for value in model.state_dict().values()]
+
+
+def distributed(layout: str, kind: str) -> tuple[list[torch.Tensor], list[Any]]:
+    torch.set_num_threads(1)
+    strategy, options, _ = LAYOUTS[layout]
+    if kind == "checkpointed":
+        options = {**options, "activation_checkpointing": [nn.Linear]}
+    models = make(kind)
+    models, optimizers = shoal.as_distributed(models, optimizers_of(*models), strategy=strategy, **options)
+    loader = shoal.ElasticDataLoader(dataset(), global_batch_size=BATCH, shuffle=False)
+    said = []
+    for _ in loader.epochs(2):
+        for real, noise in loader:
+            said.append(take(models, optimizers, real, noise, kind, loader.global_step))
+    return [value for model in models for value in model.full_state_dict().values()], said
+
+
+ALL = [*LAYOUTS]
+CASES = [
+    *((layout, "") for layout in ALL),
+    *((layout, kind) for layout in ("tensor", "hybrid_fsdp") for kind in ("generator_first", "frozen", "attached", "seldom", "cleared")),
+    *((layout, "checkpointed") for layout in ("tensor", "hybrid_zero2")),
+    ("tensor", "norms"),
+]
+
+
+@pytest.mark.parametrize(("layout", "kind"), CASES)
+def test_they_end_as_in_plain_pytorch(layout: str, kind: str) -> None:
+    expected = plain(kind)
+    for values, said in shoal.launch(distributed, layout, kind, world_size=LAYOUTS[layout][2]):
+        for value, other in zip(values, expected, strict=True):
+            torch.testing.assert_close(value, other, rtol=1e-9, atol=1e-11)
+        assert said[0] == [StepStatus.PENDING, StepStatus.COMMITTED]

@@ -216,7 +216,7 @@ class SeveralEngines:
                     if group is None:
                         raise MembershipChanged("there is no group")
                     failpoint("several_models.sealed")
-                    control = group.sum_numbers(control)
+                    control = self.working(group).sum_numbers(control)
                     failpoint("several_models.closed")
             if not closing.failed:
                 session.take_control_word(control)

@@ -180,7 +180,9 @@ def test_a_replacement_is_given_both_models(zygote: Zygote, tmp_path: Path, alon
         check_same_run(running.finish(0, 2, 3), alone, running)
 
 
-@pytest.mark.parametrize(("strategy", "then"), [("ddp", "zero3"), ("zero3", "ddp"), ("zero1", "zero1"), ("zero2", "tensor"), ("tensor", "zero2")])
+@pytest.mark.parametrize(
+    ("strategy", "then"), [("ddp", "zero3"), ("zero3", "ddp"), ("zero1", "zero1"), ("zero2", "tensor"), ("tensor", "zero2")]
+)
 def test_a_checkpoint_has_both_models(zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str, then: str) -> None:
     checkpoints = str(tmp_path / "checkpoints")
     for name, epochs, number, under in (("before", EPOCHS - 1, 2, strategy), ("after", EPOCHS, 3, then)):

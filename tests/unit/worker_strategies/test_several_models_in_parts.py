@@ -8,7 +8,9 @@ import pytest
 import shoal
 import torch
 from shoal_common.errors import ConfigurationError
+from shoal_worker.config import ShardingConfiguration
 from shoal_worker.elastic.loader_interface import StepStatus
+from shoal_worker.mesh.layouts import Axes, Layouts, plan_along, template_of
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -28,9 +30,9 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], int]] = {
 
 
 def make(kind: str) -> tuple[nn.Module, nn.Module]:
-    """`kind`: "norms" puts a BatchNorm into the generator, the last layer of which would be the same without."""
+    """`kind`: with "norms" in it puts a BatchNorm into the generator, the last layer of which would be the same without."""
     torch.manual_seed(0)
-    norm = [nn.BatchNorm1d(8)] if kind == "norms" else []
+    norm = [nn.BatchNorm1d(8)] if "norms" in kind else []
     return (
         nn.Sequential(nn.Linear(3, 8), *norm, nn.Tanh(), nn.Linear(8, 4)).double(),
         nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double(),
@@ -63,25 +65,25 @@ def take(models: Any, optimizers: Any, real: torch.Tensor, noise: torch.Tensor, 
     def discriminate() -> None:
         if kind == "frozen":
             discriminator.requires_grad_(True)
-        if kind != "cleared":
+        if "cleared" not in kind:
             optimizers[1].zero_grad()
         made = generator(noise)
         (loss_of(discriminator(real), 1.0) + loss_of(discriminator(made if kind == "attached" else made.detach()), 0.0)).backward()
         said.append(optimizers[1].step())
-        if kind == "cleared":
+        if "cleared" in kind:
             optimizers[1].zero_grad()
 
     def generate() -> None:
         if kind == "frozen":
             discriminator.requires_grad_(False)
-        if kind != "cleared":
+        if "cleared" not in kind:
             optimizers[0].zero_grad()
         loss_of(discriminator(generator(noise)), 1.0).backward()
         said.append(optimizers[0].step())
-        if kind == "cleared":
+        if "cleared" in kind:
             [optimizer.zero_grad() for optimizer in optimizers]
 
-    order = [generate, discriminate] if kind in ("generator_first", "frozen_first") else [discriminate, generate]
+    order = [generate, discriminate] if kind == "generator_first" else [discriminate, generate]
     for update in order:
         if update is discriminate or kind != "seldom" or number % 3 == 0:
             update()
@@ -118,6 +120,7 @@ CASES = [
     *((layout, kind) for layout in ("tensor", "hybrid_fsdp") for kind in ("generator_first", "frozen", "attached", "seldom", "cleared")),
     *((layout, "checkpointed") for layout in ("tensor", "hybrid_zero2")),
     ("tensor", "norms"),
+    ("tensor", "norms cleared"),
 ]
 
 
@@ -128,3 +131,62 @@ def test_they_end_as_in_plain_pytorch(layout: str, kind: str) -> None:
         for value, other in zip(values, expected, strict=True):
             torch.testing.assert_close(value, other, rtol=1e-9, atol=1e-11)
         assert said[0] == [StepStatus.PENDING, StepStatus.COMMITTED]
+
+
+def planned(given: Any) -> list[int]:
+    """Trains with a plan for each model. Returns how many elements of each model's first weight this rank has."""
+    models = make("")
+    models, optimizers = shoal.as_distributed(models, optimizers_of(*models), strategy="tensor", plan=given, **SMALL)
+    for number, batch in enumerate(shoal.ElasticDataLoader(dataset(), global_batch_size=BATCH)):
+        take(models, optimizers, *batch, "", number)
+    return [model.local_shard["0.weight"].numel() for model in models]
+
+
+def test_each_model_is_cut_by_a_plan_of_its_own() -> None:
+    assert shoal.launch(planned, ({"0": "replicate"}, None), world_size=2) == [[24, 16]] * 2
+    assert shoal.launch(planned, (None, {"0": "replicate"}), world_size=2) == [[12, 32]] * 2
+
+
+@pytest.mark.usefixtures("fresh_session")
+@pytest.mark.parametrize(("option", "value"), [("plan", {"0": "replicate"}), ("example_inputs", (torch.ones(1, 3), torch.ones(1, 4)))])
+def test_what_is_said_of_a_models_layers_is_given_for_each(option: str, value: Any) -> None:
+    models = make("")
+    with pytest.raises(ConfigurationError, match=f"{option}=.* with 2 models: expected a tuple of 2"):
+        shoal.as_distributed(models, optimizers_of(*models), strategy="tensor", **{option: value})
+
+
+@pytest.mark.usefixtures("fresh_session")
+def test_several_models_in_pipeline_stages_are_refused() -> None:
+    models = make("")
+    with pytest.raises(ConfigurationError, match="pipeline_parallel_size=2 with several models"):
+        shoal.as_distributed(models, optimizers_of(*models), strategy="hybrid", pipeline_parallel_size=2)
+
+
+def too_different(_: int) -> str:
+    models = make("")
+    try:
+        shoal.as_distributed(models, optimizers_of(*models), strategy="tensor", minimum_parameter_group_size=1)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_that_cannot_be_cut_for_the_ranks_is_refused_whichever_it_is() -> None:
+    """The discriminator's last layer has one row."""
+    for said in shoal.launch(too_different, 0, world_size=2):
+        assert "its 1 rows, in pieces of 1, leave a rank without any" in said
+
+
+def test_the_ranks_are_divided_so_that_every_model_can_be_cut() -> None:
+    def layouts_of(rows: int) -> Layouts:
+        config = ShardingConfiguration(minimum_parameter_group_size=1)
+        plan = plan_along(
+            "tensor_parallel_size", {}, lambda size, data: Axes(pipeline=1, tensor=size, data=data), pipelined=False, cuts_parameters=True
+        )
+        return Layouts(plan, template_of(nn.Linear(3, rows), config, {}, pipelined=False))
+
+    wide, narrow = layouts_of(8), layouts_of(4)
+    assert [each.axes(3).tensor for each in (wide, narrow)] == [3, 2]
+    for each in (wide, narrow):
+        each.divide_alike([wide, narrow])
+    assert [each.axes(3) for each in (wide, narrow)] == [Axes(pipeline=1, tensor=2, data=1)] * 2

@@ -21,12 +21,11 @@ from shoal_worker.engine.base import Setup
 from shoal_worker.engine.failed_collectives import LosingStep
 from shoal_worker.engine.parameters import check_shaped
 from shoal_worker.engine.partitioned import Closing, PartitionedEngine
-from shoal_worker.engine.passes import Loss, call_module, loss_of
+from shoal_worker.engine.passes import Loss, call_module, loss_of, when_gradients_come
 from shoal_worker.mesh.layouts import Layouts, MeshPlan, template_of, whole_module, zeros
 from shoal_worker.mesh.parts import ModelParts
 from shoal_worker.mesh.rank_mesh import RankMesh
 from shoal_worker.pipelining.micro_batches import cut_batch
-from shoal_worker.sharding.execution import when_gradients_come
 from shoal_worker.tensor_parallel.context import DropoutRandomness
 from shoal_worker.tensor_parallel.region import loss_parallel
 from shoal_worker.torch_internals import pytree

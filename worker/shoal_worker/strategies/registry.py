@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from shoal_common.errors import ConfigurationError
@@ -41,6 +41,10 @@ _INSTEAD: Final = {
     "shard_modules": "take {known}, which gather parameters by modules, or leave it out",
 }
 """Settings that not every strategy knows, and what to do instead."""
+
+
+_OF_ONE_MODEL: Final[dict[str, Any]] = {"plan": Mapping, "example_inputs": (tuple, list, Mapping)}
+"""Options that are of one model's layers, and their types."""
 
 
 def names() -> tuple[str, ...]:
@@ -124,6 +128,33 @@ def check_several(strategy: Strategy, models: Sequence[nn.Module], config: Shard
                     f"models {first} and {number} share the parameter {known!r}: each would lay it out over the ranks and "
                     "update it; leave it to one of them"
                 )
+
+
+def options_of_each(options: Mapping[str, Any], models: int) -> list[dict[str, Any]]:
+    """The strategy's options for each of several models: what is said of a model's layers is given for each, the rest for all.
+
+    Raises:
+        ConfigurationError: it was given for one.
+    """
+    each: list[dict[str, Any]] = [{} for _ in range(models)]
+    for name, value in options.items():
+        if name not in _OF_ONE_MODEL:
+            values = [value] * models
+        elif (
+            isinstance(value, tuple | list)
+            and len(value) == models
+            and all(fits is None or isinstance(fits, _OF_ONE_MODEL[name]) for fits in value)
+        ):
+            values = list(value)
+        else:
+            raise ConfigurationError(
+                f"{name}={value!r} with {models} models: expected a tuple of {models}, one for each model in their order, None for those "
+                "that need none"
+            )
+        for own, its_value in zip(each, values, strict=True):
+            if its_value is not None:
+                own[name] = its_value
+    return each
 
 
 def why_no_whole_batch(strategy: Strategy, config: ShardingConfiguration) -> str | None:

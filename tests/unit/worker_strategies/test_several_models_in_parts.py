@@ -162,8 +162,9 @@ def test_several_models_in_pipeline_stages_are_refused() -> None:
         shoal.as_distributed(models, optimizers_of(*models), strategy="hybrid", pipeline_parallel_size=2)
 
 
-def too_different(_: int) -> str:
-    models = make("")
+def too_small(_: int) -> str:
+    """The second model, which has one row, cannot be split."""
+    models = (nn.Linear(3, 8), nn.Linear(8, 1))
     try:
         shoal.as_distributed(models, optimizers_of(*models), strategy="tensor", minimum_parameter_group_size=1)
     except ConfigurationError as error:
@@ -172,8 +173,7 @@ def too_different(_: int) -> str:
 
 
 def test_a_model_that_cannot_be_cut_for_the_ranks_is_refused_whichever_it_is() -> None:
-    """The discriminator's last layer has one row."""
-    for said in shoal.launch(too_different, 0, world_size=2):
+    for said in shoal.launch(too_small, 0, world_size=2):
         assert "its 1 rows, in pieces of 1, leave a rank without any" in said
 
 

@@ -76,7 +76,8 @@ class DataAxis(abc.ABC):
 
     @abc.abstractmethod
     def fetch(self) -> None:
-        """Where pieces are whole at rest they become what their owners have. A collective of the replicas. A failure marks the step lost."""
+        """Where pieces are whole at rest they become what their owners have. A collective of the replicas, whose failure marks the step
+        lost."""
 
     def updated(self) -> None:
         """The optimizer has stepped: the pieces become what it has made, now or when they are gathered. A failure marks the step lost."""

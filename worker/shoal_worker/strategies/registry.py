@@ -136,24 +136,16 @@ def options_of_each(options: Mapping[str, Any], models: int) -> list[dict[str, A
     Raises:
         ConfigurationError: it was given for one.
     """
-    each: list[dict[str, Any]] = [{} for _ in range(models)]
-    for name, value in options.items():
-        if name not in _OF_ONE_MODEL:
-            values = [value] * models
-        elif (
-            isinstance(value, tuple | list)
-            and len(value) == models
-            and all(fits is None or isinstance(fits, _OF_ONE_MODEL[name]) for fits in value)
-        ):
-            values = list(value)
-        else:
+    each = [{name: value for name, value in options.items() if name not in _OF_ONE_MODEL} for _ in range(models)]
+    for name in options.keys() & _OF_ONE_MODEL.keys():
+        values, kinds = options[name], _OF_ONE_MODEL[name]
+        if not isinstance(values, tuple | list) or len(values) != models or not all(v is None or isinstance(v, kinds) for v in values):
             raise ConfigurationError(
-                f"{name}={value!r} with {models} models: expected a tuple of {models}, one for each model in their order, None for those "
+                f"{name}={values!r} with {models} models: expected a tuple of {models}, one for each model in their order, None for those "
                 "that need none"
             )
-        for own, its_value in zip(each, values, strict=True):
-            if its_value is not None:
-                own[name] = its_value
+        for own, value in zip(each, values, strict=True):
+            own.update({} if value is None else {name: value})
     return each
 
 

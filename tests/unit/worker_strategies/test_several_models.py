@@ -184,10 +184,17 @@ def test_micro_batches_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("fresh_session")
-@pytest.mark.parametrize("strategy", ["pipeline", "local_sgd", "async_sgd"])
-def test_other_strategies_say_that_they_train_one(strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "why"),
+    [
+        ("pipeline", "takes a batch through both passes of the stages"),
+        ("local_sgd", "average at the end of a round"),
+        ("async_sgd", "apply an update as it comes"),
+    ],
+)
+def test_other_strategies_say_why_they_train_one(strategy: str, why: str) -> None:
     models = make()
-    with pytest.raises(ConfigurationError, match=f"2 models with strategy='{strategy}'"):
+    with pytest.raises(ConfigurationError, match=f"2 models with strategy='{strategy}', which trains one: .*{why}.* ddp, zero1, "):
         shoal.as_distributed(models, optimizers_of(*models), strategy=strategy)
 
 

@@ -112,8 +112,8 @@ def check_several(strategy: Strategy, models: Sequence[nn.Module], config: Shard
         raise ConfigurationError("auto_sync_gradients=False with several models: leave it out, their gradients are reduced as they come")
     if not strategy.several_models:
         raise ConfigurationError(
-            f"{len(models)} models with strategy={strategy.name!r}, which trains one: take {_those(lambda other: other.several_models)}, "
-            "or put the modules into one nn.Module with one optimizer"
+            f"{len(models)} models with strategy={strategy.name!r}, which trains one: {strategy.why_one_model}. Several models are trained "
+            f"by {_those(lambda other: other.several_models)}; or put the modules into one nn.Module with one optimizer"
         )
     owners: dict[int, tuple[int, str]] = {}
     for number, model in enumerate(models):

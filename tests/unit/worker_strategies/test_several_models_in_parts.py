@@ -19,7 +19,7 @@ SMALL = {"minimum_parameter_group_size": 16}
 """Layers of this size and above are split: all but the last of the discriminator."""
 LAYOUTS: dict[str, tuple[str, dict[str, Any], int]] = {
     "tensor": ("tensor", SMALL, 2),
-    "two_replicas": ("tensor", {**SMALL, "tensor_parallel_size": 2}, 4),
+    "two_replicas": ("tensor", {**SMALL, "tensor_parallel_size": 2, "consistency_check_every": 1}, 4),
     **{
         f"hybrid_{along_data}": ("hybrid", {**SMALL, "tensor_parallel_size": 2, "data_parallel_strategy": along_data}, 4)
         for along_data in ("ddp", "zero1", "zero2", "fsdp")
@@ -131,6 +131,52 @@ def test_they_end_as_in_plain_pytorch(layout: str, kind: str) -> None:
         for value, other in zip(values, expected, strict=True):
             torch.testing.assert_close(value, other, rtol=1e-9, atol=1e-11)
         assert said[0] == [StepStatus.PENDING, StepStatus.COMMITTED]
+
+
+def by_hand(_: int) -> list[torch.Tensor]:
+    """Trains in a loop without a loader of Shoal's: both ranks, which hold one replica, take the whole batch."""
+    torch.set_num_threads(1)
+    models = make("")
+    models, optimizers = shoal.as_distributed(models, optimizers_of(*models), strategy="tensor", **SMALL)
+    batches = [*zip(*(tensor.split(BATCH) for tensor in dataset().tensors), strict=True)]
+    for number, batch in enumerate(batches * 2):
+        take(models, optimizers, *batch, "", number)
+    return [value for model in models for value in model.full_state_dict().values()]
+
+
+def test_a_loop_without_a_loader_ends_as_in_plain_pytorch() -> None:
+    for values in shoal.launch(by_hand, 0, world_size=2):
+        for value, other in zip(values, plain(""), strict=True):
+            torch.testing.assert_close(value, other, rtol=1e-9, atol=1e-11)
+
+
+def evaluated(layout: str) -> tuple[float, float]:
+    """Evaluates the discriminator between two epochs; and what it says in them is the same before and behind that."""
+    torch.set_num_threads(1)
+    strategy, options, _ = LAYOUTS[layout]
+    models = make("")
+    models, optimizers = shoal.as_distributed(models, optimizers_of(*models), strategy=strategy, **options)
+    loader = shoal.ElasticDataLoader(dataset(), global_batch_size=BATCH, shuffle=False)
+    validation = shoal.ElasticDataLoader(dataset(), global_batch_size=BATCH, train=False)
+    for _ in loader.epochs(2):
+        told = shoal.evaluate(models[1], validation, lambda model, batch: {"sum": float(model(batch[0]).sum())})["sum"]
+        for number, batch in enumerate(loader):
+            take(models, optimizers, *batch, "", number)
+    discriminator = models[1].clone()
+    return told, float(discriminator(dataset().tensors[0]).detach().sum())
+
+
+@pytest.mark.parametrize("layout", ["tensor", "hybrid_zero2"])
+def test_a_model_is_evaluated_between_epochs(layout: str) -> None:
+    models = make("")
+    optimizers, sums = optimizers_of(*models), []
+    for _ in range(2):
+        sums.append(float(models[1](dataset().tensors[0]).detach().sum()))
+        for number, batch in enumerate(zip(*(tensor.split(BATCH) for tensor in dataset().tensors), strict=True)):
+            take(models, optimizers, *batch, "", number)
+    sums.append(float(models[1](dataset().tensors[0]).detach().sum()))
+    for told in shoal.launch(evaluated, layout, world_size=LAYOUTS[layout][2]):
+        assert told == pytest.approx(sums[1:], rel=1e-8)
 
 
 def planned(given: Any) -> list[int]:

@@ -124,7 +124,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "kind"), CASES)
+QUICK = {("tensor", ""), ("two_replicas", ""), ("hybrid_zero2", ""), ("hybrid_fsdp", ""), ("tensor", "seldom"), ("tensor", "norms cleared")}
+
+
+@pytest.mark.parametrize(("layout", "kind"), [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES])
 def test_they_end_as_in_plain_pytorch(layout: str, kind: str) -> None:
     expected = plain(kind)
     for values, said in shoal.launch(distributed, layout, kind, world_size=LAYOUTS[layout][2]):

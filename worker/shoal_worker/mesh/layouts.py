@@ -353,7 +353,7 @@ class Layouts:
         self._plan = plan
         self._template = template
         self._templates = [template]
-        """Of all models that have to be cut along the same axes, this one among them."""
+        """Those of all models that have to be cut along the same axes, `template` among them."""
         self._known: dict[int, Axes] = {}
 
     def divide_alike(self, several: Sequence[Layouts]) -> None:

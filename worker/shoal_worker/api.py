@@ -134,6 +134,7 @@ def as_distributed(
     if len(models) > 1:
         registry.check_several(model_class.declaration, models, config)
     specific = {name: value for name, value in options.items() if name not in _CONFIG_FIELDS}
+    of_each = registry.options_of_each(specific, len(models)) if len(models) > 1 else [specific]
     taken_apart = [take_apart(each, config.compressor) for each in optimizers]
     for one in models:
         if not any(p.is_meta for p in one.parameters()):
@@ -152,10 +153,10 @@ def as_distributed(
             session,
             dataclasses.replace(config, gradient_compression=compressor),
             backend=backend,
-            options=specific,
+            options=its_options,
             among=own,
         )
-        for one, (its_optimizer, compressor), own in zip(models, taken_apart, among, strict=True)
+        for one, (its_optimizer, compressor), own, its_options in zip(models, taken_apart, among, of_each, strict=True)
     ]
     whole_batches.prepare(session, registry.why_no_whole_batch(model_class.declaration, config))
     if several:

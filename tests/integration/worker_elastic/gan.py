@@ -29,7 +29,7 @@ def main() -> None:
     discriminator = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizers = (torch.optim.Adam(generator.parameters(), 3e-3), torch.optim.AdamW(discriminator.parameters(), 3e-3))
     strategy = os.environ.get("STRATEGY", "ddp")
-    options = {"shard_size": 2} if strategy == "hsdp" else {}
+    options = json.loads(os.environ.get("OPTIONS", "{}"))
     models, optimizers = shoal.as_distributed((generator, discriminator), optimizers, strategy=strategy, **options)
     (generator, discriminator), (of_generator, of_discriminator) = models, optimizers
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2, enabled=os.environ.get("SCALED") == "1")

@@ -1,5 +1,6 @@
 """A generator and a discriminator in one loop: all updates of a batch count, or none, whoever dies between them."""
 
+import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,27 @@ QUICK = {
     ("ddp", "several_models.closed@10=lose"),
     ("zero3", "several_models.closed@10=lose"),
     ("zero2", "reduction.completed@16=lose"),
+    ("tensor", "several_models.updated@10=kill"),
+    ("hybrid_zero2", "several_models.closed@10=lose"),
+    ("hybrid_fsdp", "several_models.sealed@10=kill"),
 }
 """The rest is part of `make parity`."""
+IN_PARTS = {
+    "tensor": ("tensor", {}),
+    **{f"hybrid_{along}": ("hybrid", {"data_parallel_strategy": along}) for along in ("ddp", "zero1", "zero2", "fsdp")},
+}
+"""Two ranks hold a replica together; the discriminator's last layer is too small to be split."""
+
+
+def layout(name: str) -> dict[str, str]:
+    """The environment for a strategy, or one of `IN_PARTS`."""
+    if name not in IN_PARTS:
+        return {"STRATEGY": name, "OPTIONS": json.dumps({"shard_size": 2} if name == "hsdp" else {})}
+    strategy, options = IN_PARTS[name]
+    return {
+        "STRATEGY": strategy,
+        "OPTIONS": json.dumps({"tensor_parallel_size": 2, "minimum_parameter_group_size": 20, **options}),
+    }
 
 
 def cases(action: str, strategies: list[str], moments: list[str]) -> list[Any]:
@@ -80,7 +100,51 @@ def run_with_a_fault(zygote: Zygote, directory: Path, alone: dict[str, Any], fai
 def test_a_worker_killed_between_two_updates_costs_the_others_nothing(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str, failpoint: str
 ) -> None:
-    run_with_a_fault(zygote, tmp_path, alone, failpoint, STRATEGY=strategy, EVERY=every)
+    run_with_a_fault(zygote, tmp_path, alone, failpoint, EVERY=every, **layout(strategy))
+
+
+@pytest.mark.parametrize(("strategy", "failpoint"), cases("kill", [*IN_PARTS], MOMENTS))
+def test_another_replica_outlives_a_worker_killed_between_two_updates(
+    zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str, failpoint: str
+) -> None:
+    """Of the three that are left two hold the models; the third is a spare, and says nothing of them."""
+    settings = {"EPOCHS": str(EPOCHS), "EVERY": every, **layout(strategy)}
+    with cluster(zygote, tmp_path, max_workers=4, script=SCRIPT, **settings) as running:
+        for index in range(4):
+            running.start(index, **({"SHOAL_FAILPOINTS": failpoint} if index == 1 else {}))
+        results = running.finish(0, 2, 3, may_end_well=True)
+        assert len(results) == 2
+        check_same_run(results, alone, running)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "failpoint"),
+    cases("lose", [*IN_PARTS], ["reduction.completed@16", "step.closed@16", "several_models.sealed@10", "several_models.closed@10"]),
+)
+def test_a_rank_of_a_replica_that_lost_its_group_does_what_its_peers_did(
+    zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str, failpoint: str
+) -> None:
+    settings = {"EPOCHS": str(EPOCHS), "EVERY": every, **layout(strategy)}
+    with cluster(zygote, tmp_path, max_workers=4, script=SCRIPT, **settings) as running:
+        for index in range(4):
+            running.start(index, **({"SHOAL_FAILPOINTS": failpoint} if index == 1 else {}))
+        check_same_run(running.finish(0, 1, 2, 3), alone, running)
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "hybrid_zero2"])
+def test_a_replica_that_is_made_whole_again_is_given_both_models(
+    zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str
+) -> None:
+    settings = {"EPOCHS": str(EPOCHS), "EVERY": every, **layout(strategy)}
+    with cluster(zygote, tmp_path, max_workers=4, script=SCRIPT, **settings) as running:
+        with running.held():
+            for index in range(4):
+                running.start(index)
+            running.wait_steps(4)
+            running.signal(1, signal.SIGKILL)
+            running.start(4)
+            running.wait_ranked(4)
+        check_same_run(running.finish(0, 2, 3, 4), alone, running)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +155,7 @@ def test_a_rank_that_lost_its_group_does_what_its_peers_did(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str, failpoint: str
 ) -> None:
     """Whose closing came back has made the step count, for all."""
-    run_with_a_fault(zygote, tmp_path, alone, failpoint, STRATEGY=strategy, EVERY=every)
+    run_with_a_fault(zygote, tmp_path, alone, failpoint, EVERY=every, **layout(strategy))
 
 
 @pytest.mark.parametrize("failpoint", ["step.closed@14=lose", "several_models.updated@10=kill"])
@@ -100,12 +164,12 @@ def test_a_scale_that_an_update_was_made_with_is_undone_with_it(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str, failpoint: str
 ) -> None:
     """Else ranks of which one has made the update, and one has not, would hold different settings."""
-    run_with_a_fault(zygote, tmp_path, alone, failpoint, STRATEGY=strategy, EVERY=every, SCALED="1")
+    run_with_a_fault(zygote, tmp_path, alone, failpoint, EVERY=every, SCALED="1", **layout(strategy))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_a_replacement_is_given_both_models(zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str) -> None:
-    with cluster(zygote, tmp_path, script=SCRIPT, EPOCHS=str(EPOCHS), STRATEGY=strategy, EVERY=every) as running:
+    with cluster(zygote, tmp_path, script=SCRIPT, EPOCHS=str(EPOCHS), EVERY=every, **layout(strategy)) as running:
         with running.held():
             for index in range(3):
                 running.start(index)
@@ -116,12 +180,15 @@ def test_a_replacement_is_given_both_models(zygote: Zygote, tmp_path: Path, alon
         check_same_run(running.finish(0, 2, 3), alone, running)
 
 
-@pytest.mark.parametrize(("strategy", "then"), [("ddp", "zero3"), ("zero3", "ddp"), ("zero1", "zero1")])
+@pytest.mark.parametrize(
+    ("strategy", "then"), [("ddp", "zero3"), ("zero3", "ddp"), ("zero1", "zero1"), ("zero2", "tensor"), ("tensor", "zero2")]
+)
 def test_a_checkpoint_has_both_models(zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str, then: str) -> None:
     checkpoints = str(tmp_path / "checkpoints")
     for name, epochs, number, under in (("before", EPOCHS - 1, 2, strategy), ("after", EPOCHS, 3, then)):
         (tmp_path / name).mkdir()
-        settings = {"EPOCHS": str(epochs), "STRATEGY": under, "EVERY": every, "CHECKPOINTS": checkpoints}
+        number += under == "tensor" and number == 3
+        settings = {"EPOCHS": str(epochs), "EVERY": every, "CHECKPOINTS": checkpoints, **layout(under)}
         with cluster(zygote, tmp_path / name, min_workers=number, max_workers=number, script=SCRIPT, **settings) as running:
             for index in range(number):
                 running.start(index)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 SAMPLES, BATCH = 48, 12
-STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
+STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor", "hybrid"]
 
 
 def make(*, norms: bool = False) -> tuple[nn.Module, nn.Module]:
@@ -184,11 +184,85 @@ def test_micro_batches_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("fresh_session")
-@pytest.mark.parametrize("strategy", ["tensor", "pipeline", "hybrid", "local_sgd", "async_sgd"])
-def test_other_strategies_say_that_they_train_one(strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "why"),
+    [
+        ("pipeline", "takes a batch through both passes of the stages"),
+        ("local_sgd", "average at the end of a round"),
+        ("async_sgd", "apply an update as it comes"),
+    ],
+)
+def test_other_strategies_say_why_they_train_one(strategy: str, why: str) -> None:
     models = make()
-    with pytest.raises(ConfigurationError, match=f"2 models with strategy='{strategy}'"):
+    with pytest.raises(ConfigurationError, match=f"2 models with strategy='{strategy}', which trains one: .*{why}.* ddp, zero1, "):
         shoal.as_distributed(models, optimizers_of(*models), strategy=strategy)
+
+
+@pytest.mark.usefixtures("fresh_session")
+def test_a_batch_of_another_loader_between_two_updates_is_refused() -> None:
+    models, optimizers, loader = prepared()
+    other = shoal.ElasticDataLoader(dataset(), global_batch_size=BATCH, name="other")
+    batches = iter(loader)
+    take(models, optimizers, *next(batches), generator_first=False, both=False)
+    with pytest.raises(PreconditionError, match="another loader was asked for between the steps of two optimizers"):
+        next(iter(other))
+
+
+def across_an_update(strategy: str, options: dict[str, Any]) -> str:
+    """The generator's loss goes through a pass of the discriminator from before that one's step."""
+    torch.set_num_threads(1)
+    models = make()
+    models, optimizers = shoal.as_distributed(models, optimizers_of(*models), strategy=strategy, **options)
+    (generator, discriminator), (of_generator, of_discriminator) = models, optimizers
+    for real, noise in shoal.ElasticDataLoader(dataset(), global_batch_size=BATCH, shuffle=False):
+        said = discriminator(generator(noise))
+        of_discriminator.zero_grad()
+        (loss_of(discriminator(real), 1.0) + loss_of(said.detach(), 0.0)).backward()
+        of_discriminator.step()
+        of_generator.zero_grad()
+        try:
+            loss_of(said, 1.0).backward()
+        except PreconditionError as error:
+            return str(error)
+        of_generator.step()
+    return ""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "tensor"])
+def test_gradients_through_a_pass_from_before_the_models_update_are_refused(strategy: str) -> None:
+    options = {"minimum_parameter_group_size": 16} if strategy == "tensor" else {}
+    for said in shoal.launch(across_an_update, strategy, options, world_size=2):
+        assert "through a forward pass of model 1 from before its optimizer's step" in said
+
+
+def left_and_asked(strategy: str, options: dict[str, Any]) -> bool:
+    """Leaves a loop between two updates, and computes with the model that was updated."""
+    torch.set_num_threads(1)
+    models = make()
+    models, optimizers = shoal.as_distributed(models, optimizers_of(*models), strategy=strategy, **options)
+    loader = shoal.ElasticDataLoader(dataset(), global_batch_size=BATCH, shuffle=False)
+    real = torch.ones(2, 4, dtype=torch.float64)
+    for batch in loader:
+        take(models, optimizers, *batch, generator_first=False, both=True)
+        break
+    before = models[1].predict(real)
+    for batch in loader:
+        take(models, optimizers, *batch, generator_first=False, both=False)
+        break
+    return torch.equal(models[1].predict(real), before)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "world_size"),
+    [
+        *((strategy, {}, 2) for strategy in ("ddp", "zero2", "zero3")),
+        ("tensor", {"minimum_parameter_group_size": 16}, 2),
+        ("hybrid", {"minimum_parameter_group_size": 16, "tensor_parallel_size": 2, "data_parallel_strategy": "zero2"}, 4),
+        ("hybrid", {"minimum_parameter_group_size": 16, "tensor_parallel_size": 2, "data_parallel_strategy": "fsdp"}, 4),
+    ],
+)
+def test_a_model_computes_with_what_was_put_back(strategy: str, options: dict[str, Any], world_size: int) -> None:
+    assert all(shoal.launch(left_and_asked, strategy, options, world_size=world_size))
 
 
 @pytest.mark.usefixtures("fresh_session")

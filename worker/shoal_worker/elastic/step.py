@@ -229,3 +229,20 @@ class Step:
         if self.control is None or self.control[_WEIGHT] <= 0:
             return None
         return self.control[_LOSS] / self.control[_WEIGHT]
+
+
+def not_finished(*, elsewhere: bool) -> PreconditionError:
+    """The error for a script that asks for a batch while the step of the last one is in progress. `elsewhere`: of another loader, when some
+    of several models were updated in that step."""
+    text = (
+        "the next batch was asked for, but optimizer.step() was not called for the last one; call it once per iteration, which is one step "
+        "over all ranks. To accumulate gradients over several backward passes, give the loader micro_batch_size= and loop over "
+        "loader.steps(); where batches are only read, make the loader with train=False"
+    )
+    if elsewhere:
+        text = (
+            "a batch of another loader was asked for between the steps of two optimizers, which are one step of the run on one batch: ask "
+            "for it behind the last of them. Where a step needs samples of two datasets, put these into one "
+            "(torch.utils.data.StackDataset), or make a loader of the other with train=False"
+        )
+    return PreconditionError(text, reason="STEP_NOT_FINISHED")

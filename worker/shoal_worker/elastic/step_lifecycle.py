@@ -41,7 +41,7 @@ from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.replicas_compared import compare_replicas
 from shoal_worker.elastic.return_to_checkpoint import ReturnToCheckpoint
-from shoal_worker.elastic.step import Step, StepPhase
+from shoal_worker.elastic.step import Step, StepPhase, not_finished
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.randomness import seed_generators
 
@@ -102,12 +102,7 @@ class StepLifecycle:
             self._held.engine.discard_step()
             step = self._held.step = None
         if step is not None and step.handed_out:
-            raise PreconditionError(
-                "the next batch was asked for, but optimizer.step() was not called for the last one; call it once per iteration, which is "
-                "one step over all ranks. To accumulate gradients over several backward passes, give the loader micro_batch_size= and "
-                "loop over loader.steps(); where batches are only read, make the loader with train=False",
-                reason="STEP_NOT_FINISHED",
-            )
+            raise not_finished(elsewhere=step.source is not source and self._held.engine.partly_updated)
         if step is not None and step.source is source and self._borders.settled(step.placement):
             return step.placement
         step = self._begin(source)

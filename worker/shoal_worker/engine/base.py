@@ -274,6 +274,13 @@ class Engine(abc.ABC):
 
         return thaw
 
+    def divide_alike(self, several: Sequence[Engine]) -> None:
+        """It is one of several models, whose engines these are, and all are attached: what is cut over the ranks is cut alike."""
+
+    def fetch_put_back(self) -> None:
+        """Updates of the step in progress were put back, on all ranks alike: values that every rank holds and only their owner updates are
+        fetched from there again. A collective, whose failure marks the step lost."""
+
     def forward_frozen(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass where none of its parameters is to get a gradient: nothing will be reduced."""
         return self._setup.call(*args, **kwargs)

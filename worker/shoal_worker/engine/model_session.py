@@ -19,6 +19,7 @@ from shoal_worker.elastic.step import Step, StepPhase
 from shoal_worker.elastic.strategy_interface import TrainingEngine
 from shoal_worker.engine.base import Engine
 from shoal_worker.engine.hidden_parameters import inside
+from shoal_worker.engine.passes import when_gradients_come
 from shoal_worker.engine.tentative_update import TentativeUpdate
 
 
@@ -38,6 +39,8 @@ class ModelSession:
         self.passed = False
         """A forward pass of training went through the model in that step."""
         self.number = len(peers)
+        self._updates = 0
+        """How often the model's optimizer was told to step."""
         self._thaw: Callable[[], None] | None = None
         self._session = session
         self._peers = peers
@@ -100,6 +103,21 @@ class ModelSession:
         with inside():
             return self.stepped or not any(parameter.requires_grad for parameter in self.engine.module.parameters())
 
+    def refuse_stale(self, output: Any) -> None:
+        """`output` is that of a forward pass: gradients that come to it behind the model's next update raise, under every strategy. The
+        values that the pass computed with are gone then, and where they are cut over the ranks autograd does not see it."""
+        updates = self._updates
+
+        def check(_: Any) -> None:
+            if self._updates != updates:
+                raise PreconditionError(
+                    f"a backward pass goes through a forward pass of model {self.number} from before its optimizer's step: the values that "
+                    "it was computed with are not there any more, as in plain PyTorch; call the model again behind the step, or do both "
+                    "backward passes before it"
+                )
+
+        when_gradients_come(output, check, mode="any")
+
     def note_trained(self, trained: Sequence[bool]) -> None:
         self._trained = trained
         self._session.note_trained([wanted for peer in self._peers for wanted in peer._trained])
@@ -155,6 +173,7 @@ class ModelSession:
             )
         self.reduce()
         self.stepped = True
+        self._updates += 1
         if all(peer.stepped for peer in self._peers):
             return session.finish_step(apply)
         if step.lost is None:

@@ -1,15 +1,16 @@
-"""What every engine does with a batch: call the module, and find its loss."""
+"""What every engine does with a batch: call the module, find its loss, and follow the gradients back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from shoal_common.errors import ConfigurationError
 
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.elastic.step import Step
+from shoal_worker.torch_internals import pytree
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """Computes the loss of an output and its targets: one number, such as the mean over the batch."""
@@ -54,3 +55,13 @@ def check_reproducible(config: ShardingConfiguration, step: Step) -> None:
             "deterministic=True needs micro-batches, whose results do not depend on the number of ranks: give micro_batch_size= to "
             "the ElasticDataLoader and iterate over loader.steps()"
         )
+
+
+def when_gradients_come(tree: Any, call: Callable[[Any], None], *, mode: Literal["any", "all"]) -> None:
+    """Calls `call` once in a backward pass: when any, or all, of the tensors in `tree` that want a gradient get theirs."""
+    leaves = [tree] if isinstance(tree, torch.Tensor) else pytree.tree_leaves(tree)
+    found = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
+    if len(found) == 1:
+        found[0].register_hook(call)  # what the other comes down to, at a tenth of its price
+    elif found:
+        torch.autograd.graph.register_multi_grad_hook(found, call, mode=mode)

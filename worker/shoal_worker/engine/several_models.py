@@ -54,6 +54,8 @@ class SeveralEngines:
         self._models = models
         self._engines = [model.engine for model in models if model.engine is not None]
         self._first = self._engines[0]
+        for engine in self._engines:
+            engine.divide_alike(self._engines)
         self.backend_name = self._first.backend_name
         self._settings: list[list[dict[str, Any]]] = []
         """Settings of the optimizers' parameter groups when the step began; while updates are withdrawn, those before that."""
@@ -85,11 +87,11 @@ class SeveralEngines:
 
     @property
     def idle(self) -> bool:
-        return self._first.idle
+        return all(engine.idle for engine in self._engines)
 
     @property
     def lacks_ranks(self) -> bool:
-        return self._first.lacks_ranks
+        return all(engine.lacks_ranks for engine in self._engines)
 
     @property
     def replica_size(self) -> int:
@@ -100,7 +102,7 @@ class SeveralEngines:
 
     @property
     def in_parts(self) -> bool:
-        return self._first.in_parts
+        return any(engine.in_parts for engine in self._engines)
 
     @property
     def holds(self) -> Sequence[str]:
@@ -214,7 +216,7 @@ class SeveralEngines:
                     if group is None:
                         raise MembershipChanged("there is no group")
                     failpoint("several_models.sealed")
-                    control = group.sum_numbers(control)
+                    control = self.working(group).sum_numbers(control)
                     failpoint("several_models.closed")
             if not closing.failed:
                 session.take_control_word(control)
@@ -267,10 +269,15 @@ class SeveralEngines:
             model.forget()
 
     def discard_step(self) -> None:
+        updated = [engine for model, engine in zip(self._models, self._engines, strict=True) if model.update is not None]
         self.withdraw_updates()
         self._forget_updates()  # first: what is frozen thaws
         for engine in self._engines:
             engine.discard_step()
+        step = self._session.step
+        if step is not None and step.lost is None:  # its loop was left, on all ranks
+            for engine in updated:
+                engine.fetch_put_back()
 
     def commit_step(self) -> None:
         for model, engine in zip(self._models, self._engines, strict=True):

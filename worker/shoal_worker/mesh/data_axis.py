@@ -71,8 +71,18 @@ class DataAxis(abc.ABC):
         """For `gather`."""
 
     @abc.abstractmethod
+    def changed(self) -> None:
+        """What this rank updates has other values now: the pieces are theirs when they are gathered next. Communicates nothing."""
+
+    @abc.abstractmethod
+    def fetch(self) -> None:
+        """Where pieces are whole at rest they become what their owners have. A collective of the replicas, whose failure marks the step
+        lost."""
+
     def updated(self) -> None:
         """The optimizer has stepped: the pieces become what it has made, now or when they are gathered. A failure marks the step lost."""
+        self.changed()
+        self.fetch()
 
     @abc.abstractmethod
     def gradients(self, *, counts: Callable[[str], bool], first: bool, buffers: int, averages: bool, device: torch.device) -> MeshGradients:
@@ -118,7 +128,10 @@ class Replicated(DataAxis):
         states = optimizer.state if optimizer is not None else {}
         return {0: {name: PieceState(value=piece.detach(), state=states.get(piece, {})) for name, piece in self.pieces.items()}}
 
-    def updated(self) -> None:
+    def changed(self) -> None:
+        """See `DataAxis`: the pieces are what is updated."""
+
+    def fetch(self) -> None:
         """See `DataAxis`: every replica has made the same."""
 
     def gradients(self, *, counts: Callable[[str], bool], first: bool, buffers: int, averages: bool, device: torch.device) -> MeshGradients:
@@ -231,10 +244,13 @@ class InShards(DataAxis):
                     own[name] = PieceState(value=piece.detach(), state=states.get(piece, {}))
         return runs
 
-    def updated(self) -> None:
+    def changed(self) -> None:
         """See `DataAxis`."""
         for unit in self.units:
             unit.changed()
+
+    def fetch(self) -> None:
+        """See `DataAxis`."""
         if self._stage is not Stage.PARAMETERS:
             self.gather()
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +24,11 @@ from torch import nn
 from shoal_worker.elastic.group import Channel, Group, LocalChannel
 from shoal_worker.elastic.loader_interface import Share, StepStatus
 from shoal_worker.elastic.step import CONTROL_LENGTH, Step
+from shoal_worker.engine.base import Engine
 from shoal_worker.engine.failed_collectives import LosingStep
 from shoal_worker.engine.hidden_parameters import gradient_of, guard_parts, refuse_loading
 from shoal_worker.engine.partitioned import Closing
+from shoal_worker.engine.tentative_update import TentativeUpdate
 from shoal_worker.mesh.gradients import MeshGradients
 from shoal_worker.mesh.parts import ModelParts
 from shoal_worker.mesh.passes import MeshPasses
@@ -45,6 +47,8 @@ class MeshEngine(MeshPasses):
         """See `PartitionedEngine`. Raises ConfigurationError: the model cannot be cut for the ranks that the job begins with."""
         super().attach(optimizer)
         session = self._session
+        if self._setup.several and not self._knows_others:
+            return  # with the last of the models all are looked at
         if session.begins and not session.is_joining:  # those whom a death has left wait for its replacement
             self.layouts.check_start(session.world_size, ranks_may_come=session.ranks_may_come)
 
@@ -67,8 +71,8 @@ class MeshEngine(MeshPasses):
         return self._held.data_axis.own.items()
 
     def _trained(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
-        for name, piece in self._held.pieces.items():
-            yield name, piece, self._held.is_trained(name)
+        for name, parameter in self._held.parameters.items():
+            yield name, parameter, self._held.is_trained(name)
 
     def _parameter_names(self) -> dict[str, str]:
         template = self._template
@@ -131,6 +135,22 @@ class MeshEngine(MeshPasses):
 
     def _updated(self) -> None:
         self._held.data_axis.updated()
+
+    def exchange_update(self, update: TentativeUpdate) -> None:
+        """See `Engine`. The replicas fetch the values from their owners when the next step begins, at the latest."""
+        super().exchange_update(update)
+        self._held.data_axis.changed()
+
+    @torch.no_grad()
+    def fetch_put_back(self) -> None:
+        """See `Engine`."""
+        if self._mesh is not None:
+            self._held.data_axis.fetch()
+
+    def divide_alike(self, several: Sequence[Engine]) -> None:
+        """See `Engine`."""
+        self._knows_others = True
+        self.layouts.divide_alike([each.layouts for each in several if isinstance(each, MeshEngine)])
 
     def _as_closing(self, told: Mapping[str, Any]) -> Closing:
         return Closing(**told)
@@ -216,6 +236,7 @@ class MeshEngine(MeshPasses):
         mesh = self._laid_out
         self._check_training()
         self._held.hidden.drop_gradients()
+        self._held.data_axis.fetch()  # what an update that was put back has left
         mesh.begin_step(self._applied + 1)
         step = self._session.step
         if step is not None and step.source is None:
@@ -270,7 +291,12 @@ class MeshEngine(MeshPasses):
 
     def _drop_gradients(self) -> None:
         self._held.hidden.drop_gradients()
-        if self._mesh is not None:
+        if self._mesh is None:
+            return
+        step = self._session.step
+        if step is not None and step.control is not None:  # they are in the ranks' sum, and with them how the buffers changed
+            self._mesh.forget()
+        else:
             self._mesh.drop_gradients()
 
     @torch.no_grad()
@@ -281,8 +307,10 @@ class MeshEngine(MeshPasses):
             for parameter in self.module.parameters():
                 parameter.grad = None
             return
+        self._in_passes = False
         self._mesh.forget()
         self._mesh.buffers.put_back()
+        self._held.hidden.hide()
 
     @torch.no_grad()
     def commit_step(self) -> None:
@@ -294,6 +322,16 @@ class MeshEngine(MeshPasses):
         mesh.forget()
         self._held.hidden.hide()
         self._held.forget_before()
+
+    @property
+    def changing_buffers(self) -> bool:
+        """See `Engine`."""
+        return self._mesh is not None and self._mesh.buffers.size > 0
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """See `Engine`. A model on the meta device is made from it."""
+        if "model" in state and self._parts is not None:
+            self._parts.check(state)
 
     @property
     def lacks_ranks(self) -> bool:

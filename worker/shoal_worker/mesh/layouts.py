@@ -347,12 +347,20 @@ def plan_along(
 
 
 class Layouts:
-    """The divisions of one model's ranks. The same on every rank."""
+    """The divisions of one model's ranks, or of the ranks of several models, which are divided alike. The same on every rank."""
 
     def __init__(self, plan: MeshPlan, template: Template) -> None:
         self._plan = plan
         self._template = template
+        self._templates = [template]
+        """Those of all models that have to be cut along the same axes, `template` among them."""
         self._known: dict[int, Axes] = {}
+
+    def divide_alike(self, several: Sequence[Layouts]) -> None:
+        """`several`: of all models that the same ranks train, this one among them. From here on the ranks are divided so that each of them
+        can be cut."""
+        self._templates = [each._template for each in several]
+        self._known.clear()
 
     def axes(self, world_size: int) -> Axes:
         """How so many ranks are divided.
@@ -372,9 +380,11 @@ class Layouts:
         """Raises ConfigurationError: the ranks that the job begins with cannot hold the model. `ranks_may_come`: later, so that ranks that
         are left over now need not be so for good."""
         if self._plan.axes_at_start is not None:
-            Blueprint(self._template, self._plan.axes_at_start(world_size))
+            for template in self._templates:
+                Blueprint(template, self._plan.axes_at_start(world_size))
         axes = self.axes(world_size)
-        Blueprint(self._template, axes)
+        for template in self._templates:
+            Blueprint(template, axes)
         if axes.working < world_size and not ranks_may_come:
             raise ConfigurationError(
                 f"{world_size} ranks make {axes.data} replica(s) of pipeline {axes.pipeline} x tensor {axes.tensor} = {axes.replica_size}, "
@@ -388,6 +398,7 @@ class Layouts:
 
     def _fits(self, axes: Axes) -> bool:
         with contextlib.suppress(ConfigurationError):
-            Blueprint(self._template, axes)
+            for template in self._templates:
+                Blueprint(template, axes)
             return True
         return False

@@ -21,12 +21,11 @@ from shoal_worker.engine.base import Setup
 from shoal_worker.engine.failed_collectives import LosingStep
 from shoal_worker.engine.parameters import check_shaped
 from shoal_worker.engine.partitioned import Closing, PartitionedEngine
-from shoal_worker.engine.passes import Loss, call_module, loss_of
+from shoal_worker.engine.passes import Loss, call_module, loss_of, when_gradients_come
 from shoal_worker.mesh.layouts import Layouts, MeshPlan, template_of, whole_module, zeros
 from shoal_worker.mesh.parts import ModelParts
 from shoal_worker.mesh.rank_mesh import RankMesh
 from shoal_worker.pipelining.micro_batches import cut_batch
-from shoal_worker.sharding.execution import when_gradients_come
 from shoal_worker.tensor_parallel.context import DropoutRandomness
 from shoal_worker.tensor_parallel.region import loss_parallel
 from shoal_worker.torch_internals import pytree
@@ -55,6 +54,8 @@ class MeshPasses(PartitionedEngine[ModelParts, Closing]):
         if plan.sharding is not None and plan.sharding.blocks is not None:
             plan.sharding.blocks(self._template.module)  # raises for names that the model does not have
         self.layouts = Layouts(plan, self._template)
+        self._knows_others = False
+        """It is one of several models, and `layouts` know what the others allow."""
         self._mesh: RankMesh | None = None
         """None until the first step, in a spare, and where laying it out has failed."""
         self._in_passes = False
@@ -98,11 +99,28 @@ class MeshPasses(PartitionedEngine[ModelParts, Closing]):
             if self._pipeline_here:
                 return self._through_pipeline(kwargs if kwargs and not args else args)
             output = self.module(*args, **kwargs)
-        if training and self._parts is not None:
+        if training:
+            self._await_gradients(output)
+        return output
+
+    def forward_frozen(self, *args: Any, **kwargs: Any) -> Any:
+        """See `Engine`. The ranks of a replica meet in it as in every pass."""
+        if self._ahead:
+            return self._stand_in()(*args, **kwargs)
+        if self._mesh is not None and self._mesh.execution is not None:
+            self._mesh.execution.reduces_in_backward = False
+        with self._passing():
+            output = self.module(*args, **kwargs)
+        if any(tensor.requires_grad for tensor in pytree.tree_leaves(output) if isinstance(tensor, torch.Tensor)):
+            self._await_gradients(output)
+        return output
+
+    def _await_gradients(self, output: Any) -> None:
+        """What the module computes with is shown until a backward pass has gone through it, or the step is over."""
+        if self._parts is not None:
             self._parts.hidden.show()
             self._in_passes = True
             when_gradients_come(output, lambda _: Variable._execution_engine.queue_callback(self._after_passes), mode="any")
-        return output
 
     def _after_passes(self) -> None:
         self._in_passes = False

@@ -167,6 +167,7 @@ class RankMesh:
         if self.execution is None:
             return
         weight = step.micro_batch if step.in_micro_batches or step.share is None else step.share.weight
+        self.execution.reduces_in_backward = True
         self.execution.factor = self.gradients.factor(weight or 0.0)
         if step.in_micro_batches and self.replicas.world_size > 1:
             self.execution.learn_passes(self.all)  # or some lines of replicas might know, and others not

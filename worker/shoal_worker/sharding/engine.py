@@ -176,10 +176,16 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
         return super().forward_frozen(*args, **kwargs)
 
     def exchange_update(self, update: TentativeUpdate) -> None:
-        """See `Engine`. Where parameters are whole on every rank they are fetched before the next step."""
+        """See `Engine`. Where parameters are whole on every rank they are fetched before the next step, at the latest."""
         super().exchange_update(update)
         for unit in self._held.units:
             unit.changed()
+
+    @torch.no_grad()
+    def fetch_put_back(self) -> None:
+        """See `Engine`."""
+        if self.stage is not Stage.PARAMETERS:
+            self._execution.gather_all()
 
     def _take_pass(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
         loss = loss_of(call_module(self._setup.model, inputs), targets, loss_fn)

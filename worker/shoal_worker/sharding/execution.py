@@ -20,7 +20,7 @@ import json
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from shoal_common.errors import MembershipChanged, PreconditionError
@@ -30,23 +30,13 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal_worker.elastic.group import Group
 from shoal_worker.engine.hidden_parameters import Whereabouts
+from shoal_worker.engine.passes import when_gradients_come
 from shoal_worker.sharding.collectives import Collectives, IssuedCollectives
 from shoal_worker.sharding.unit import Reducing, Stage, Unit
-from shoal_worker.torch_internals import pytree
 
 # ---------------------------------------------------------------------------------------------------------------------------------- hooks
 #
 # Hooks on the user's modules and parameters, which call whoever follows the passes through them.
-
-
-def when_gradients_come(tree: Any, call: Callable[[Any], None], *, mode: Literal["any", "all"]) -> None:
-    """Calls `call` once in a backward pass: when any, or all, of the tensors in `tree` that want a gradient get theirs."""
-    leaves = [tree] if isinstance(tree, torch.Tensor) else pytree.tree_leaves(tree)
-    found = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
-    if len(found) == 1:
-        found[0].register_hook(call)  # what the other comes down to, at a tenth of its price
-    elif found:
-        torch.autograd.graph.register_multi_grad_hook(found, call, mode=mode)
 
 
 class GradientHook:

@@ -48,6 +48,8 @@ class AsyncSGDModel(ShardedModel):
         options=frozenset(field.name for field in dataclasses.fields(AsyncOptions)),
         compressor="topk",
         sparse_tables=True,
+        why_one_model="parameter servers apply an update as it comes, and could not take back that of one model where the others' did not "
+        "come. Over slow links gradient_compression= with ddp sends little, too",
     )
 
     @property

@@ -39,3 +39,5 @@ class Strategy:
     """It trains models with sparse tables."""
     several_models: bool = False
     """It trains several models in one loop, each with an optimizer."""
+    why_one_model: str = ""
+    """Why it does not, and what comes closest, for the error."""

@@ -30,6 +30,12 @@ def _engine(setup: Setup) -> MeshEngine:
         raise ConfigurationError(f"data_parallel_strategy={data_axis!r}: expected one of {', '.join(_ALONG_DATA)}")
     pipeline = checked_size("pipeline_parallel_size", options.get("pipeline_parallel_size", 1))
     pipelined = pipeline > 1
+    if pipelined and setup.several:
+        raise ConfigurationError(
+            f"pipeline_parallel_size={pipeline} with several models: train_step takes a batch through both passes of one pipeline, so no "
+            "loss can go through one model into another; leave it out, and the models are cut by tensor_parallel_size alone, or put them "
+            "into one nn.Module with one optimizer"
+        )
     if config.shard_modules is not None and (data_axis != "fsdp" or pipelined):
         raise ConfigurationError(
             f"shard_modules={config.shard_modules!r} with data_parallel_strategy={data_axis!r} and pipeline_parallel_size={pipeline}: "
@@ -82,6 +88,7 @@ class HybridShardedModel(ShardedModel):
         a_death="as tensor",
         options=_SIZES | TENSOR_OPTIONS | PIPELINE_OPTIONS | {"data_parallel_strategy"},
         settings=frozenset({"shard_modules"}),
+        several_models=True,
     )
 
 

@@ -131,9 +131,11 @@ class ShardedModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass; in training its backward pass reduces the gradients, where the strategy does."""
-        if self._among is not None and torch.is_grad_enabled() and self._among.frozen:
-            return self.engine.forward_frozen(*args, **kwargs)
-        return self.engine.forward(*args, **kwargs)
+        if self._among is None or not torch.is_grad_enabled():
+            return self.engine.forward(*args, **kwargs)
+        output = self.engine.forward_frozen(*args, **kwargs) if self._among.frozen else self.engine.forward(*args, **kwargs)
+        self._among.refuse_stale(output)
+        return output
 
     def train_step(self, inputs: Any, targets: Any = None, loss_fn: Loss | None = None) -> torch.Tensor:
         """Forward, loss, backward and synchronization. Returns the loss averaged over the whole batch, the same on every rank.

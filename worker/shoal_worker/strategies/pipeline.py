@@ -38,6 +38,8 @@ class PipelineParallelModel(ShardedModel):
         sent="activations at stage borders",
         a_death="as tensor",
         options=PIPELINE_OPTIONS | {"pipeline_parallel_size"},
+        why_one_model="train_step takes a batch through both passes of the stages, so no loss can go through one model into another. What "
+        "is too large for a rank is cut by tensor, or by zero3",
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from shoal_common.errors import ConfigurationError
@@ -41,6 +41,10 @@ _INSTEAD: Final = {
     "shard_modules": "take {known}, which gather parameters by modules, or leave it out",
 }
 """Settings that not every strategy knows, and what to do instead."""
+
+
+_OF_ONE_MODEL: Final[dict[str, Any]] = {"plan": Mapping, "example_inputs": (tuple, list, Mapping)}
+"""Options that are of one model's layers, and their types."""
 
 
 def names() -> tuple[str, ...]:
@@ -108,8 +112,8 @@ def check_several(strategy: Strategy, models: Sequence[nn.Module], config: Shard
         raise ConfigurationError("auto_sync_gradients=False with several models: leave it out, their gradients are reduced as they come")
     if not strategy.several_models:
         raise ConfigurationError(
-            f"{len(models)} models with strategy={strategy.name!r}, which trains one: take {_those(lambda other: other.several_models)}, "
-            "or put the modules into one nn.Module with one optimizer"
+            f"{len(models)} models with strategy={strategy.name!r}, which trains one: {strategy.why_one_model}. Several models are trained "
+            f"by {_those(lambda other: other.several_models)}; or put the modules into one nn.Module with one optimizer"
         )
     owners: dict[int, tuple[int, str]] = {}
     for number, model in enumerate(models):
@@ -124,6 +128,25 @@ def check_several(strategy: Strategy, models: Sequence[nn.Module], config: Shard
                     f"models {first} and {number} share the parameter {known!r}: each would lay it out over the ranks and "
                     "update it; leave it to one of them"
                 )
+
+
+def options_of_each(options: Mapping[str, Any], models: int) -> list[dict[str, Any]]:
+    """The strategy's options for each of several models: what is said of a model's layers is given for each, the rest for all.
+
+    Raises:
+        ConfigurationError: it was given for one.
+    """
+    each = [{name: value for name, value in options.items() if name not in _OF_ONE_MODEL} for _ in range(models)]
+    for name in options.keys() & _OF_ONE_MODEL.keys():
+        values, kinds = options[name], _OF_ONE_MODEL[name]
+        if not isinstance(values, tuple | list) or len(values) != models or not all(v is None or isinstance(v, kinds) for v in values):
+            raise ConfigurationError(
+                f"{name}={values!r} with {models} models: expected a tuple of {models}, one for each model in their order, None for those "
+                "that need none"
+            )
+        for own, value in zip(each, values, strict=True):
+            own.update({} if value is None else {name: value})
+    return each
 
 
 def why_no_whole_batch(strategy: Strategy, config: ShardingConfiguration) -> str | None:

@@ -37,6 +37,7 @@ class TensorParallelModel(ShardedModel):
         sent="2 all-reduces of activations a block and direction",
         a_death="loses nothing with a second replica; else back to the checkpoint",
         options=TENSOR_OPTIONS | {"tensor_parallel_size"},
+        several_models=True,
     )
 
 

@@ -29,6 +29,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64)
 
+# --- torch's functions whose names torch 2.13 gave them, and those that they had before
+
+all_gather_single: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather_single_coalesced: Any = getattr(funcol, "all_gather_single_coalesced", funcol.all_gather_into_tensor_coalesced)
+reduce_scatter_single_coalesced: Any = getattr(funcol, "reduce_scatter_single_coalesced", funcol.reduce_scatter_tensor_coalesced)
+all_gather_single_autograd: Any = getattr(funcol, "all_gather_single_autograd", funcol.all_gather_tensor_autograd)
+
 # --- CommunicationBackend
 
 
@@ -218,7 +226,7 @@ def futures_hold_the_result() -> None:
     doubled = future.then(lambda done: done.value()[0] * 2)
     assert doubled.wait().tolist() == [2.0 * sum(range(1, dist.get_world_size() + 1))] * 4
     whole = torch.empty(dist.get_world_size(), 100_000)
-    future = dist.all_gather_single(whole, _mine((1, 100_000)), async_op=True).get_future()
+    future = all_gather_single(whole, _mine((1, 100_000)), async_op=True).get_future()
     sums = future.then(lambda done: [one.sum().item() / 100_000 for one in done.value()])
     assert sums.wait() == [sum(range(1, dist.get_world_size() + 1))]
 
@@ -228,10 +236,10 @@ def single_tensor_forms() -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
     whole = torch.zeros(size, 3)
     whole[rank] = rank + 1.0
-    dist.all_gather_single(whole, whole[rank : rank + 1])
+    all_gather_single(whole, whole[rank : rank + 1])
     assert whole[:, 0].tolist() == [one + 1.0 for one in range(size)]
     parts = torch.arange(2.0 * size) + rank
-    dist.reduce_scatter_single(parts[2 * rank : 2 * rank + 2], parts)
+    reduce_scatter_single(parts[2 * rank : 2 * rank + 2], parts)
     assert parts[2 * rank : 2 * rank + 2].tolist() == [size * (2.0 * rank + one) + sum(range(size)) for one in (0, 1)]
 
 
@@ -240,10 +248,10 @@ def coalesced_forms() -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
     one, two = funcol.all_reduce_coalesced([_mine(), _mine((2, 2))], "sum", dist.group.WORLD)
     assert one[0] == two[0, 0] == sum(range(1, size + 1))
-    one, two = funcol.all_gather_single_coalesced([_mine((2,)), _mine((1, 3))], dist.group.WORLD)
+    one, two = all_gather_single_coalesced([_mine((2,)), _mine((1, 3))], dist.group.WORLD)
     assert one.tolist() == [n + 1.0 for n in range(size) for _ in range(2)]
     assert two[:, 0].tolist() == [n + 1.0 for n in range(size)]
-    one, two = funcol.reduce_scatter_single_coalesced([torch.arange(float(size)), torch.ones(2 * size, 2)], "sum", [0, 0], dist.group.WORLD)
+    one, two = reduce_scatter_single_coalesced([torch.arange(float(size)), torch.ones(2 * size, 2)], "sum", [0, 0], dist.group.WORLD)
     assert one.tolist() == [size * float(rank)]
     assert two.eq(size).all()
     assert two.shape == (2, 2)
@@ -273,7 +281,7 @@ def functional_collectives() -> None:
     swapped = funcol.all_to_all_single(torch.arange(float(size)) + 10 * rank, None, None, dist.group.WORLD)
     assert swapped.tolist() == [10.0 * one + rank for one in range(size)]
     leaf = torch.ones(2, requires_grad=True)
-    gathered = funcol.all_gather_single_autograd(leaf * (rank + 1), 0, dist.group.WORLD)
+    gathered = all_gather_single_autograd(leaf * (rank + 1), 0, dist.group.WORLD)
     (gathered * torch.arange(2.0 * size)).sum().backward()
     assert leaf.grad is not None
     assert leaf.grad.tolist() == [size * (rank + 1) * (2.0 * rank + one) for one in (0, 1)]

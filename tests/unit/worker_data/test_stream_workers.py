@@ -1,6 +1,7 @@
 """Data workers that read streams: the same items as without them, ahead, also over errors, deaths, states and epochs; none is left."""
 
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -24,10 +25,19 @@ from tests.unit.worker_data.test_stream_world import shards_of, shards_read_by
 ALONE = Placement(generation=1, rank=0, world_size=1)
 
 
-def workers_of_this_process():
-    """Living children that are not multiprocessing's own."""
-    children = psutil.Process(os.getpid()).children()
-    return [c for c in children if c.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(c.cmdline())]
+_of_others = set()
+
+
+@pytest.fixture(autouse=True)
+def workers_of_other_tests():
+    """Data workers that are there before a test are none of its own."""
+    _of_others.clear()
+    _of_others.update(each.pid for each in multiprocessing.active_children())
+
+
+def workers_of_this_test():
+    """Its living data workers; other children, such as the zygote, are not looked at."""
+    return [psutil.Process(each.pid) for each in multiprocessing.active_children() if each.pid not in _of_others]
 
 
 def epochs(loader, session, n=2):
@@ -66,11 +76,11 @@ def test_data_workers_change_nothing_and_none_is_left(session, make, workers, op
     loader = shoal.ElasticDataLoader(make(), global_batch_size=8, num_workers=workers, name="workers", **options)
     assert epochs(loader, session) == alone
     assert len(alone) >= 4
-    assert not workers_of_this_process()
+    assert not workers_of_this_test()
     evaluation = shoal.ElasticDataLoader(make(), global_batch_size=8, num_workers=workers, train=False)
     expected = shoal.ElasticDataLoader(make(), global_batch_size=8, train=False)
     assert [batch.tolist() for batch in evaluation] == [batch.tolist() for batch in expected]
-    assert not workers_of_this_process()
+    assert not workers_of_this_test()
 
 
 class Where(Numbers):
@@ -111,7 +121,7 @@ def test_a_data_worker_reads_ahead_while_the_rank_trains(session, tmp_path):
 
 
 def kill_one():
-    worker = workers_of_this_process()[0]
+    worker = workers_of_this_test()[0]
     worker.send_signal(signal.SIGKILL)
     deadline = time.monotonic() + 60
     while worker.status() != psutil.STATUS_ZOMBIE:
@@ -137,7 +147,7 @@ def test_a_dead_data_worker_is_an_error_that_says_so_and_the_loop_can_be_entered
     assert len(seen) == 10
     loop(kills=False)
     assert len(seen) == len(set(seen)) == 100
-    assert not workers_of_this_process()
+    assert not workers_of_this_test()
 
 
 def test_an_error_in_the_source_is_raised_where_its_item_is_asked_for_with_its_place(session):
@@ -160,7 +170,7 @@ def test_an_error_in_the_source_is_raised_where_its_item_is_asked_for_with_its_p
     assert "Failing" not in str(told.value)
     assert "in __iter__" in str(told.value.__cause__)
     assert seen == [0, 1, 2, 3]
-    assert not workers_of_this_process()
+    assert not workers_of_this_test()
 
 
 def test_an_item_that_cannot_be_sent_is_refused(session):
@@ -198,7 +208,7 @@ def test_a_run_goes_on_with_and_without_data_workers_where_it_was(make_rank, kin
         going_on = rank(then, state)
         assert taken + steps(going_on) == alone
         going_on.iterator.close()
-    assert not workers_of_this_process()
+    assert not workers_of_this_test()
 
 
 def test_a_change_to_the_stream_between_epochs_reaches_its_data_worker(session):

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from shoal_common.errors import ConfigurationError
-from shoal_worker.data.loader import ElasticDataLoader
+from shoal_worker.data.loader import ElasticDataLoader, EvaluationBatches
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 _INSTEAD = "give a torch DataLoader over a dataset with a length, or a shoal.ElasticDataLoader"
@@ -62,6 +62,12 @@ def evaluation_loaders(given: Any, what: str) -> list[ElasticDataLoader]:
     if isinstance(given, (list, tuple)):
         return [_evaluation_loader(one, what) for one in given]
     return [_evaluation_loader(given, what)]
+
+
+def samples_in(loader: ElasticDataLoader) -> int:
+    """How many samples a batch of an evaluation loader has, but for its last one."""
+    batches = loader.evaluation_batches()
+    return batches.samples(0) if isinstance(batches, EvaluationBatches) and len(batches) else 0
 
 
 def _evaluation_loader(given: Any, what: str) -> ElasticDataLoader:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ from shoal_worker.elastic import collectives
 from shoal_worker.elastic.worker_process import current_session
 
 from shoal.integrations.dealt import evaluate_on_all
-from shoal.integrations.lightning.data import evaluation_loaders
+from shoal.integrations.lightning.data import evaluation_loaders, samples_in
 from shoal.integrations.lightning.metrics import Metrics
 from shoal.integrations.lightning.results import Held, Results, check_alike
 
@@ -114,9 +113,7 @@ class ElasticEvaluation(_EvaluationLoop):
         results.hold(held)
         call._call_callback_hooks(trainer, f"on_{kind}_batch_start", batch, number, *several)
         call._call_lightning_module_hook(trainer, f"on_{kind}_batch_start", batch, number, *several)
-        arguments = self._build_step_args_from_hook_kwargs(
-            self._build_kwargs(batch, number, loader if several else None), f"{kind}_step"
-        )
+        arguments = self._build_step_args_from_hook_kwargs(self._build_kwargs(batch, number, loader if several else None), f"{kind}_step")
         output = call._call_strategy_hook(trainer, f"{kind}_step", *arguments)
         call._call_callback_hooks(trainer, f"on_{kind}_batch_end", output, batch, number, *several)
         call._call_lightning_module_hook(trainer, f"on_{kind}_batch_end", output, batch, number, *several)
@@ -143,7 +140,7 @@ class ElasticPrediction(_PredictionLoop):
         self._loaders = evaluation_loaders(_request_dataloader(self._data_source), "predict_dataloaders")
         self._combined_loader = CombinedLoader(self._loaders, "sequential")
         self.max_batches = [len(loader) for loader in self._loaders]
-        self._sizes = [math.ceil(len(loader.dataset) / len(loader)) for loader in self._loaders]
+        self._sizes = [samples_in(loader) for loader in self._loaders]
 
     def run(self) -> Any:
         """Predicts. Every rank calls it, between steps."""
@@ -188,8 +185,8 @@ class ElasticPrediction(_PredictionLoop):
         return {}, move_data_to_device(told, torch.device("cpu"))
 
     def _on_predict_epoch_end(self) -> Any:
-        """Lightning calls it: hooks of the end, with all predictions. Writers of these are called in one process, and in another one if that
-        dies meanwhile."""
+        """Lightning calls it: hooks of the end, with all predictions. Writers of these are called in one process, and in another if that
+        one dies meanwhile."""
         trainer, session = self.trainer, current_session()
         with _without_writers(trainer, True):
             told = super()._on_predict_epoch_end()

@@ -223,30 +223,40 @@ class ElasticFit(_FitLoop):
         call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
         if trainer.gradient_clip_val:
             strategy.sharded.clip_grad_norm_(float(trainer.gradient_clip_val))
-        step = session.step
-        everyones = self._tell(results, [around.told({}), *told])
+        step, ranks = session.step, session.world_size
+        own = {"new": self._is_new, "elsewhere": results.take_elsewhere(), "parts": [around.told({}), *told], "losses": losses}
+        everyones = self._in_step.gather(own, kind="self.log")
         committed = bool(optimizer.step())
         call._call_callback_hooks(trainer, "on_before_zero_grad", optimizer)
         call._call_lightning_module_hook(trainer, "on_before_zero_grad", optimizer)
         optimizer.zero_grad()
         results.hold(None)
-        if not committed or everyones is None:
+        if not committed:
             return False, (None, None)
-        results.log_step(everyones)
         mean_loss = step.mean_loss if step is not None else None
+        self._log(results, own, everyones, mean_loss, ranks)
         loss = torch.tensor(math.nan if mean_loss is None else mean_loss)
         return True, ({"loss": loss, **outputs} if losses else None, batch)
 
-    def _tell(self, results: Results, told: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-        """Everybody's parts of the step; None: the step is void. What was logged outside of steps since the last one is compared with it."""
-        everyones = self._in_step.gather({"new": self._is_new, "elsewhere": results.take_elsewhere(), "parts": told}, kind="self.log")
-        if everyones is None:
-            return None
+    def _log(self, results: Results, own: dict[str, Any], everyones: list[Any] | None, mean_loss: float | None, ranks: int) -> None:
+        """The step counts: logs what its parts gave, on all `ranks` that took it; what was logged outside of steps since the last one is
+        compared. `everyones`: as gathered within the step; None: a rank died meanwhile. Others may have it."""
+        told, whole = everyones, True
+        answers = collectives.gather(current_session(), None if everyones is not None else own, kind="self.log")
+        if any(answer is not None for answer in answers):  # alike on all ranks
+            answers = collectives.gather(current_session(), {"own": own, "everyones": everyones}, kind="self.log")
+            told = next((answer["everyones"] for answer in answers if answer["everyones"] is not None), None)
+            whole = told is not None or len(answers) == ranks
+            told = told if told is not None else [answer["own"] for answer in answers]
+        assert told is not None
         self._is_new = False
         # A worker that has just come has not logged what the others did behind the step before.
-        if known := [one["elsewhere"] for one in everyones if not one["new"]]:
+        if known := [one["elsewhere"] for one in told if not one["new"]]:
             check_alike(known)
-        return [part for one in everyones for part in one["parts"]]
+        losses = [pair for one in told for pair in one["losses"]]
+        results.log_step(
+            [part for one in told for part in one["parts"]], whole=whole, losses=losses, mean_loss=None if whole else mean_loss
+        )
 
     def _to_device(self, batch: Any) -> Any:
         trainer = self.trainer

@@ -1,7 +1,8 @@
-"""What ranks tell each other in the middle of a step, before it closes.
+"""What ranks tell each other in the middle of a step.
 
-A step counts once every rank has closed it, and no rank closes it before it has what all the others told. So what was told of a step that
-counts is complete, whoever dies when: a rank that dies before makes the step void, and it is taken again.
+Where a rank dies before it has told the others, that is missing with some of them, or with all. The step may count all the same, if its
+gradients were summed before: under ddp in the last backward pass, under the other strategies behind this. Whether all have it is asked
+behind the step (`fit_loop.py`).
 """
 
 from __future__ import annotations
@@ -26,8 +27,7 @@ class InStep:
         self._ranks = RanksInPasses(session, "what was logged")
 
     def gather(self, value: Any, *, kind: str) -> list[Any] | None:
-        """Everybody's `value`, in rank order; None: a rank was lost, and the step is void. Every rank calls it, in the step, before
-        `optimizer.step()`.
+        """Everybody's `value`, in rank order; None: a rank was lost. Every rank calls it, in the step, before `optimizer.step()`.
 
         Args:
             value: what `shoal.gather` takes.
@@ -48,9 +48,7 @@ class InStep:
             if more is None:
                 return None
             first = torch.cat([first, more], 1)
-        return [
-            collectives.unpacked(row[_LENGTH : _LENGTH + length].numpy().tobytes()) for row, length in zip(first, lengths, strict=True)
-        ]
+        return [collectives.unpacked(row[_LENGTH : _LENGTH + length].numpy().tobytes()) for row, length in zip(first, lengths, strict=True)]
 
 
 def _padded(data: torch.Tensor, length: int) -> torch.Tensor:

@@ -142,5 +142,3 @@ def _added(name: str, one: Metric, own: list[Counted], told: list[Counted]) -> C
             stacked = torch.stack(values)
             states[state] = stacked if reduction is None else reduction(stacked)
     return {"updates": sum(each["updates"] for each in everything), "states": states}
-
-

@@ -16,7 +16,8 @@ _METRICS = ("_callback_metrics", "_logged_metrics")
 
 
 class Progress:
-    """The epoch's sums of what was logged, what torchmetrics' modules have counted, the metrics of the last epoch, and the states of callbacks, as registered state."""
+    """As registered state: the epoch's sums of what was logged, what torchmetrics' modules have counted, the metrics of the last epoch, and
+    the states of callbacks."""
 
     def __init__(self, trainer: pl.Trainer, results: Results) -> None:
         self._trainer = trainer

@@ -9,6 +9,7 @@ What is logged elsewhere is logged at once, and noted: it has to be the same on 
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from shoal_common.errors import ConfigurationError, PreconditionError
 from torchmetrics import Metric
 
 from shoal.integrations.lightning.metrics import Counted, Metrics
+
+_log = logging.getLogger(__name__)
 
 _ARGUMENTS: Final = ("prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx")
 """Arguments of `log` that go with a value."""
@@ -90,6 +93,7 @@ class Results(_ResultCollection):
         self._held: Held | None = None
         self._metrics: Metrics | None = None
         self._elsewhere: list[list[Any]] = []
+        self._warned = False
 
     def attach(self, metrics: Metrics) -> None:
         """`metrics`: of the module that logs."""
@@ -128,13 +132,28 @@ class Results(_ResultCollection):
             raise ConfigurationError(f"self.log({name!r}, a {type(value).__name__}) in {fx}: make the metric an attribute of the module")
         self._held.log(known, None if isinstance(value, Metric) else float(value.detach()), arguments.get("batch_size"))
 
-    def log_step(self, told: Iterable[Mapping[str, Any]]) -> None:
-        """A step counts, whose parts `told` are of all ranks: adds them to the metrics, and logs one value for all parts of each name."""
+    def log_step(
+        self, told: Iterable[Mapping[str, Any]], *, whole: bool, losses: Sequence[Sequence[float]], mean_loss: float | None
+    ) -> None:
+        """A step counts: adds its parts to the metrics, and logs one value for all parts of each name.
+
+        Args:
+            told: the parts, of all ranks.
+            whole: none is missing. Else a worker died with what it had logged, which a warning tells once.
+            losses: of these parts, with what they weigh.
+            mean_loss: where parts are missing, the loss of all; None: it is not known.
+        """
         parts = sorted(told, key=lambda one: int(one["part"]))
         values: dict[str, list[tuple[float | None, float]]] = {}
         for one in parts:
             for known, value, weight in one["entries"]:
                 values.setdefault(known, []).append((value, weight))
+        if not whole and not self._warned:
+            self._warned = True
+            _log.warning(
+                "a worker died between a step and the gathering of what it had logged: that step's values and metrics are those of the "
+                "other workers' samples (the loss is exact, and so are the weights)"
+            )
         self._note_batch_values([one["counted"] for one in parts], values)
         self.metrics_of_module.add([one["counted"] for one in parts])
         for text, pairs in values.items():
@@ -145,6 +164,8 @@ class Results(_ResultCollection):
                 self._log(known, None, 1.0)
             elif not numbers:
                 continue  # stand-in batches
+            elif known.reduction == "mean" and mean_loss is not None and sorted(map(list, pairs)) == sorted(map(list, losses)):
+                self._log(known, mean_loss, weight)
             elif known.reduction == "mean":
                 self._log(known, math.fsum(value * each for value, each in numbers) / weight, weight)
             else:
@@ -164,7 +185,7 @@ class Results(_ResultCollection):
 
     def _log(self, known: _Known, value: float | None, weight: float) -> None:
         given: Any = self.metrics_of_module.find(known.metric) if known.metric is not None else torch.tensor(value)
-        super().log(known.fx, known.name, given, batch_size=weight, **known.arguments)  # type: ignore[arg-type]
+        super().log(known.fx, known.name, given, batch_size=weight, **known.arguments)
 
     # ---------------------------------------------------------------------------------------------- what was logged elsewhere
 
@@ -216,9 +237,10 @@ def check_alike(everyones: Sequence[list[list[Any]]]) -> None:
         for one, other in zip(first, told, strict=False):
             if one != other and not (one[:2] == other[:2] and one[2] != one[2] and other[2] != other[2]):
                 raise PreconditionError(
-                    f"self.log({one[1]!r}) in {one[0]}: rank 0 logged {one[2]}, and rank {rank} {other[1]!r} with {other[2]}: each worker has "
-                    "seen its own batches. Log it in training_step, validation_step or test_step, where all ranks' batches count; or take "
-                    "all ranks' values together first, by shoal.gather; or log it with rank_zero_only=True, which logs one rank's value",
+                    f"self.log({one[1]!r}) in {one[0]}: rank 0 logged {one[2]}, and rank {rank} {other[1]!r} with {other[2]}: each worker "
+                    "has seen its own batches. Log it in training_step, validation_step or test_step, where all ranks' batches count; or "
+                    "take all ranks' values together first, by shoal.gather; or log it with rank_zero_only=True, which logs one "
+                    "rank's value",
                     reason="RANKS_DIVERGED",
                 )
         if len(first) != len(told):

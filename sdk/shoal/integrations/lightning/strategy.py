@@ -126,8 +126,8 @@ class ShoalStrategy(Strategy):
             )
         if self._module is not None and self._module is not module:
             raise PreconditionError(
-                f"Trainer.{trainer.state.fn}() of another {type(module).__name__} than this process has trained or evaluated before: a "
-                "process of a job has one; leave the model out, or start another job for this one"
+                f"Trainer.{trainer.state.fn.value}() of another {type(module).__name__} than this process has trained or evaluated before: "
+                "a process of a job has one; leave the model out, or start another job for this one"
             )
         if trainer.state.fn is TrainerFn.FITTING:
             self._checkpoints = use_checkpoints(trainer)
@@ -254,9 +254,10 @@ class ShoalStrategy(Strategy):
             )
         if self._sharded is not None:
             raise ConfigurationError(
-                f"ckpt_path={str(checkpoint_path)!r}: this process has a model already, whose weights may be cut over the ranks: leave ckpt_path "
-                "out to evaluate it as it is, or evaluate the checkpoint in a job of its own"
+                f"ckpt_path={str(checkpoint_path)!r}: this process has a model already, whose weights may be cut over the ranks: leave "
+                "ckpt_path out to evaluate it as it is, or evaluate the checkpoint in a job of its own"
             )
         if Path(checkpoint_path).is_dir():
             return {"state_dict": api.load_full_state(checkpoint_path), "pytorch-lightning_version": pl.__version__}
-        return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        return loaded

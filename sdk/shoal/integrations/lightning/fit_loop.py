@@ -26,6 +26,7 @@ from shoal_common.errors import ConfigurationError
 from shoal_worker import api
 from shoal_worker.data.loader import ElasticDataLoader
 from shoal_worker.elastic import collectives
+from shoal_worker.elastic.step import Step
 from shoal_worker.elastic.worker_process import current_session
 from shoal_worker.strategies.model import ShardedModel
 from shoal_worker.strategies.optimizer import ShardedOptimizer
@@ -36,7 +37,7 @@ from shoal.integrations.lightning.evaluation import ElasticEvaluation
 from shoal.integrations.lightning.in_step import InStep
 from shoal.integrations.lightning.metrics import Metrics
 from shoal.integrations.lightning.progress import Progress
-from shoal.integrations.lightning.results import Held, Results, check_alike
+from shoal.integrations.lightning.results import Held, Missing, Results, check_alike
 
 
 class Trains(Protocol):
@@ -234,29 +235,27 @@ class ElasticFit(_FitLoop):
         if not committed:
             return False, (None, None)
         mean_loss = step.mean_loss if step is not None else None
-        self._log(results, own, everyones, mean_loss, ranks)
+        self._log(results, own, everyones, step, ranks)
         loss = torch.tensor(math.nan if mean_loss is None else mean_loss)
         return True, ({"loss": loss, **outputs} if losses else None, batch)
 
-    def _log(self, results: Results, own: dict[str, Any], everyones: list[Any] | None, mean_loss: float | None, ranks: int) -> None:
+    def _log(self, results: Results, own: dict[str, Any], everyones: list[Any] | None, step: Step | None, ranks: int) -> None:
         """The step counts: logs what its parts gave, on all `ranks` that took it; what was logged outside of steps since the last one is
         compared. `everyones`: as gathered within the step; None: a rank died meanwhile. Others may have it."""
-        told, whole = everyones, True
-        answers = collectives.gather(current_session(), None if everyones is not None else own, kind="self.log")
-        if any(answer is not None for answer in answers):  # alike on all ranks
+        told, missing = everyones, None
+        if any(collectives.gather(current_session(), everyones is None, kind="self.log")):
             answers = collectives.gather(current_session(), {"own": own, "everyones": everyones}, kind="self.log")
             told = next((answer["everyones"] for answer in answers if answer["everyones"] is not None), None)
-            whole = told is not None or len(answers) == ranks
-            told = told if told is not None else [answer["own"] for answer in answers]
+            if told is None:
+                told = [answer["own"] for answer in answers]
+                missing = None if step is None or len(told) == ranks else Missing(step.mean_loss, step.weight_of_all)
         assert told is not None
         self._is_new = False
         # A worker that has just come has not logged what the others did behind the step before.
         if known := [one["elsewhere"] for one in told if not one["new"]]:
             check_alike(known)
         losses = [pair for one in told for pair in one["losses"]]
-        results.log_step(
-            [part for one in told for part in one["parts"]], whole=whole, losses=losses, mean_loss=None if whole else mean_loss
-        )
+        results.log_step([part for one in told for part in one["parts"]], missing=missing, losses=losses)
 
     def _to_device(self, batch: Any) -> Any:
         trainer = self.trainer

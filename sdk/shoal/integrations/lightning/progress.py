@@ -16,8 +16,8 @@ _METRICS = ("_callback_metrics", "_logged_metrics")
 
 
 class Progress:
-    """As registered state: the epoch's sums of what was logged, what torchmetrics' modules have counted, the metrics of the last epoch, and
-    the states of callbacks."""
+    """The epoch's sums of what was logged, what torchmetrics' modules have counted, the metrics of the last epoch, and the states of
+    callbacks: registered state."""
 
     def __init__(self, trainer: pl.Trainer, results: Results) -> None:
         self._trainer = trainer

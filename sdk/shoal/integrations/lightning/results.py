@@ -57,6 +57,16 @@ class _Known:
         return cls(fx, name, reduction, metric, tuple(flags))
 
 
+@dataclass(frozen=True)
+class Missing:
+    """What is known of a step of which a worker took its parts with it."""
+
+    mean_loss: float | None
+    """The loss of all ranks' samples; None: it was not told."""
+    weight: float | None
+    """What all of them weigh."""
+
+
 class Held:
     """What was logged of one part of a step, or of one batch of an evaluation."""
 
@@ -132,23 +142,20 @@ class Results(_ResultCollection):
             raise ConfigurationError(f"self.log({name!r}, a {type(value).__name__}) in {fx}: make the metric an attribute of the module")
         self._held.log(known, None if isinstance(value, Metric) else float(value.detach()), arguments.get("batch_size"))
 
-    def log_step(
-        self, told: Iterable[Mapping[str, Any]], *, whole: bool, losses: Sequence[Sequence[float]], mean_loss: float | None
-    ) -> None:
+    def log_step(self, told: Iterable[Mapping[str, Any]], *, missing: Missing | None, losses: Sequence[Sequence[float]]) -> None:
         """A step counts: adds its parts to the metrics, and logs one value for all parts of each name.
 
         Args:
             told: the parts, of all ranks.
-            whole: none is missing. Else a worker died with what it had logged, which a warning tells once.
-            losses: of these parts, with what they weigh.
-            mean_loss: where parts are missing, the loss of all; None: it is not known.
+            missing: a worker died with its parts, which a warning tells once; None: all are there.
+            losses: of the parts, with what they weigh.
         """
         parts = sorted(told, key=lambda one: int(one["part"]))
         values: dict[str, list[tuple[float | None, float]]] = {}
         for one in parts:
             for known, value, weight in one["entries"]:
                 values.setdefault(known, []).append((value, weight))
-        if not whole and not self._warned:
+        if missing is not None and not self._warned:
             self._warned = True
             _log.warning(
                 "a worker died between a step and the gathering of what it had logged: that step's values and metrics are those of the "
@@ -164,8 +171,10 @@ class Results(_ResultCollection):
                 self._log(known, None, 1.0)
             elif not numbers:
                 continue  # stand-in batches
-            elif known.reduction == "mean" and mean_loss is not None and sorted(map(list, pairs)) == sorted(map(list, losses)):
-                self._log(known, mean_loss, weight)
+            elif missing is not None and known.reduction == "mean":
+                is_loss = missing.mean_loss is not None and sorted(map(list, pairs)) == sorted(map(list, losses))
+                mean = math.fsum(value * each for value, each in numbers) / weight
+                self._log(known, missing.mean_loss if is_loss else mean, missing.weight or weight)
             elif known.reduction == "mean":
                 self._log(known, math.fsum(value * each for value, each in numbers) / weight, weight)
             else:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from shoal_common.errors import ConfigurationError
+from shoal_common.errors import ConfigurationError, PreconditionError
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -50,10 +50,20 @@ def two_optimizers(module: Any) -> Any:
     return [torch.optim.SGD(module.parameters(), lr=0.1), torch.optim.SGD(module.parameters(), lr=0.1)]
 
 
-def logs_a_sum(module: Any, batch: Any, batch_idx: int) -> Any:
+def logs_a_median(module: Any, batch: Any, batch_idx: int) -> Any:
     loss = nn.functional.mse_loss(module.layer(batch[0]), batch[1])
-    module.log("loss", loss, reduce_fx="sum", on_epoch=True)
+    module.log("loss", loss, reduce_fx=torch.median, on_epoch=True)
     return loss
+
+
+def updates_behind_the_step(module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    module.error.update(module.layer(batch[0]), batch[1])
+
+
+def adds_an_error(module: Any) -> None:
+    from torchmetrics import MeanSquaredError
+
+    module.error = MeanSquaredError()
 
 
 @pytest.mark.parametrize(
@@ -72,8 +82,12 @@ def logs_a_sum(module: Any, batch: Any, batch_idx: int) -> Any:
         ({"module": {"on_save_checkpoint": lambda module, checkpoint: None}}, "on_save_checkpoint.*shoal.register_state"),
         ({"module": {"configure_optimizers": two_optimizers}}, "expects one optimizer|multiple optimizers"),
         ({"module": {"training_step": lambda module, batch, batch_idx: None}}, r"return a loss of zero"),
-        ({"module": {"training_step": logs_a_sum}}, r"self.log\('loss', reduce_fx='sum'\) in training_step: expected 'mean'"),
-        ({"loader": [DataLoader(DATA), DataLoader(DATA)]}, "found a list, and one loader is supported"),
+        ({"module": {"training_step": logs_a_median}}, r"self.log\('loss', reduce_fx='median'\) in training_step: expected 'mean', 'sum'"),
+        (
+            {"module": {"configure_model": adds_an_error, "on_train_batch_end": updates_behind_the_step}},
+            "error, a torchmetrics module, was updated in on_train_batch_end.*update it in training_step",
+        ),
+        ({"loader": [DataLoader(DATA), DataLoader(DATA)]}, "found 2 loaders, and one is supported"),
         (
             {"loader": DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0))},
             "DistributedSampler deals samples to a fixed number of ranks",
@@ -85,14 +99,14 @@ def test_what_cannot_work_is_refused_by_name(tmp_path: Path, arguments: dict[str
         fit(tmp_path, **arguments)
 
 
-def test_metrics_that_would_count_one_worker_alone_are_refused(tmp_path: Path) -> None:
+def test_metrics_that_keep_more_than_their_states_are_refused(tmp_path: Path) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
-    from torchmetrics import MeanSquaredError
+    from torchmetrics import MeanSquaredError, MinMaxMetric
 
     def configure(module: Any) -> None:
-        module.error = MeanSquaredError()
+        module.error = MinMaxMetric(MeanSquaredError())
 
-    with pytest.raises(ConfigurationError, match=r"Net.error, a torchmetrics MeanSquaredError"):
+    with pytest.raises(ConfigurationError, match=r"Net.error, a torchmetrics MinMaxMetric"):
         fit(tmp_path, module={"configure_model": configure})
     with pytest.raises(ConfigurationError, match=r"ModelCheckpoint.*use shoal.integrations.lightning.Checkpoints"):
         fit(tmp_path, callbacks=[ModelCheckpoint(monitor="loss")])
@@ -104,7 +118,23 @@ def test_a_trainer_without_more_arguments_trains_and_saves_nothing(tmp_path: Pat
     assert [*tmp_path.iterdir()] == []
 
 
-def test_validate_is_refused(tmp_path: Path) -> None:
+def test_another_model_other_weights_and_another_fit_are_refused(tmp_path: Path) -> None:
     trainer = fit(tmp_path, module={"validation_step": lambda module, batch, batch_idx: None})
-    with pytest.raises(ConfigurationError, match=r"Trainer.validate\(\): ShoalStrategy does not do that"):
+    trainer.validate(trainer.lightning_module, DataLoader(DATA), verbose=False)
+    with pytest.raises(ConfigurationError, match=r"ckpt_path='some.ckpt': this process has a model already"):
+        trainer.validate(trainer.lightning_module, DataLoader(DATA), ckpt_path="some.ckpt")
+    with pytest.raises(PreconditionError, match=r"Trainer.validate\(\) of another Net than this process has trained"):
         trainer.validate(type(trainer.lightning_module)(), DataLoader(DATA))
+    with pytest.raises(PreconditionError, match=r"fit\(\) behind another fit\(\)"):
+        trainer.fit(trainer.lightning_module, DataLoader(DATA))
+
+
+def test_a_value_that_differs_by_rank_is_an_error_on_all_of_them() -> None:
+    alike = [["on_train_epoch_end", "mean", 1.0], ["on_train_epoch_end", "lowest", float("nan")]]
+    from shoal.integrations.lightning.results import check_alike
+
+    check_alike([alike, [list(each) for each in alike]])
+    with pytest.raises(PreconditionError, match=r"self.log\('mean'\) in on_train_epoch_end: rank 0 logged 1.0, and rank 1 'mean' with 2.0"):
+        check_alike([alike, [["on_train_epoch_end", "mean", 2.0], alike[1]]])
+    with pytest.raises(PreconditionError, match="rank 0 logged 2 values, rank 1 1"):
+        check_alike([alike, alike[:1]])

@@ -41,14 +41,14 @@ def gather(session: Session, value: Any, *, kind: str = "gather", source: int | 
             f"{kind} with strategy='async_sgd': its workers take their steps alone, and do not meet; report values by shoal.report, and "
             "evaluate in another process, from the parameter servers"
         )
-    data = _packed(value, kind)
+    data = packed(value, kind)
 
     def body(channel: Channel) -> list[str]:
         # A world of one answers by itself: a process alone, or one that is not where its peers are (see `Session.operation`).
         sends = source is None or channel.rank == source or channel.world_size == 1
         return [base64.b64encode(each).decode() for each in channel.exchange(data if sends else b"")]
 
-    return [_unpacked(each) for each in session.operation(kind, body)]
+    return [unpacked(base64.b64decode(each)) for each in session.operation(kind, body)]
 
 
 def all_reduce(session: Session, value: Any, op: str) -> Any:
@@ -78,15 +78,21 @@ def barrier(session: Session) -> None:
     gather(session, None, kind="barrier")
 
 
-def _packed(value: Any, kind: str) -> bytes:
+def packed(value: Any, kind: str) -> bytes:
+    """A value as bytes. `kind`: what is called so in errors.
+
+    Raises:
+        ConfigurationError: it is none that `gather` takes.
+    """
     tensors: dict[str, torch.Tensor] = {}
     return dump_tensors(tensors, {"value": _plain(value, tensors, kind)})
 
 
-def _unpacked(told: str) -> Any:
+def unpacked(told: bytes) -> Any:
+    """Inverse of `packed`; None of nothing."""
     if not told:
         return None
-    tensors, document = load_tensors(base64.b64decode(told))
+    tensors, document = load_tensors(told)
     return _rebuilt(document["value"], tensors)
 
 

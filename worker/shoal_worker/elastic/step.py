@@ -110,6 +110,8 @@ class Step:
     """Its first batch ended the replay of a joiner's script."""
     micro_batch: float | None = None
     """Weight of the micro-batch that is being computed."""
+    micro_batch_index: int | None = None
+    """Its number over the whole global batch, from 0; of plain batches the rank's."""
     weigh: WeighRows | None = None
     """What parts of it weigh; None: their samples."""
     taken: int = 0

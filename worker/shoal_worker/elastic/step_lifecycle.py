@@ -190,7 +190,7 @@ class StepLifecycle:
         step = self.require()
         step.handed_out = True
         step.taken += 1
-        step.micro_batch, step.weigh = weight, weigh
+        step.micro_batch, step.micro_batch_index, step.weigh = weight, index, weigh
         seed_generators(key)
         if step.in_micro_batches:
             self._held.engine.micro_batch_begins()

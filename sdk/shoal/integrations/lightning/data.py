@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from shoal_common.errors import ConfigurationError
-from shoal_worker.data.loader import ElasticDataLoader
+from shoal_worker.data.loader import ElasticDataLoader, EvaluationBatches
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 _INSTEAD = "give a torch DataLoader over a dataset with a length, or a shoal.ElasticDataLoader"
@@ -45,18 +45,38 @@ def training_loader(given: Any, *, accumulated: int, seed: int, deterministic: b
     )
 
 
-def validation_loader(given: Any) -> ElasticDataLoader:
-    """The loader of the evaluation's batches, of which each is computed on one rank.
+def evaluation_loaders(given: Any, what: str) -> list[ElasticDataLoader]:
+    """The loaders of an evaluation's batches, of which each batch is computed on one rank.
+
+    Args:
+        given: one loader, or several, of which one is evaluated after the other.
+        what: names them in errors.
 
     Raises:
-        ConfigurationError: its samples cannot be dealt so.
+        ConfigurationError: their samples cannot be dealt so.
     """
-    loader = _alone(given, "val_dataloaders")
+    if isinstance(given, CombinedLoader):
+        if given._mode != "sequential":
+            raise ConfigurationError(f"{what}: a CombinedLoader of mode {given._mode!r}: expected 'sequential', or a list of loaders")
+        given = given.iterables
+    if isinstance(given, (list, tuple)):
+        return [_evaluation_loader(one, what) for one in given]
+    return [_evaluation_loader(given, what)]
+
+
+def samples_in(loader: ElasticDataLoader) -> int:
+    """How many samples a batch of an evaluation loader has, but for its last one."""
+    batches = loader.evaluation_batches()
+    return batches.samples(0) if isinstance(batches, EvaluationBatches) and len(batches) else 0
+
+
+def _evaluation_loader(given: Any, what: str) -> ElasticDataLoader:
+    loader = _alone(given, what)
     if isinstance(loader, ElasticDataLoader):
         return loader
-    if _order(loader, "val_dataloaders") != {"shuffle": False} or loader.drop_last:
+    if _order(loader, what) != {"shuffle": False} or loader.drop_last:
         raise ConfigurationError(
-            "val_dataloaders: the DataLoader shuffles, draws from a sampler or drops its last batch, so an evaluation would not be of the "
+            f"{what}: the DataLoader shuffles, draws from a sampler or drops its last batch, so an evaluation would not be of the "
             "whole dataset, or another each time: make it with shuffle=False, without a sampler and without drop_last"
         )
     return ElasticDataLoader(loader.dataset, global_batch_size=loader.batch_size, train=False, **_fetching(loader))
@@ -66,6 +86,8 @@ def _alone(given: Any, what: str) -> Any:
     """The one loader that was given."""
     while isinstance(given, CombinedLoader) or (isinstance(given, Sequence) and len(given) == 1):
         given = given.iterables if isinstance(given, CombinedLoader) else given[0]
+    if isinstance(given, (Sequence, dict)):
+        raise ConfigurationError(f"{what}: found {len(given)} loaders, and one is supported: {_INSTEAD}, whose samples have all parts")
     if not isinstance(given, (DataLoader, ElasticDataLoader)):
         raise ConfigurationError(f"{what}: found a {type(given).__name__}, and one loader is supported: {_INSTEAD}")
     if isinstance(given.dataset, IterableDataset) or not hasattr(given.dataset, "__len__"):

@@ -1,87 +1,211 @@
-"""Lightning's validation with the batches dealt to all ranks: those of one that dies, again. All ranks get the same metrics."""
+"""Lightning's validations, tests and predictions with the batches dealt to all ranks: those of one that dies, again.
+
+Each rank evaluates its batches, and what they gave is gathered; then every rank logs that of all batches, in their order, as one process
+would. Hooks of single batches are called on the rank that evaluates the batch; all others on all ranks.
+"""
 
 from __future__ import annotations
 
-import inspect
+import contextlib
+import functools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loops import _EvaluationLoop
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.loops import _EvaluationLoop, _PredictionLoop
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from shoal_worker.elastic.evaluation import evaluate
+from shoal_worker.elastic import collectives
 from shoal_worker.elastic.worker_process import current_session
-from torch import nn
 
-from shoal.integrations.lightning.data import validation_loader
-from shoal.integrations.lightning.results import Results
-from shoal.integrations.numbered import numbered
+from shoal.integrations.dealt import evaluate_on_all
+from shoal.integrations.lightning.data import evaluation_loaders, samples_in
+from shoal.integrations.lightning.metrics import Metrics
+from shoal.integrations.lightning.results import Held, Results, check_alike
 
 if TYPE_CHECKING:
     from shoal_worker.data.loader import ElasticDataLoader
 
 
-class ElasticValidation(_EvaluationLoop):
-    """The validation within a fit. Hooks of single batches are called on the rank that evaluates the batch; all others on all ranks."""
+def _on_device(trainer: pl.Trainer, batch: Any, loader: int) -> Any:
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=loader)
+    return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=loader)
 
-    def __init__(self, trainer: pl.Trainer) -> None:
-        super().__init__(trainer, TrainerFn.FITTING, RunningStage.VALIDATING, verbose=False, inference_mode=False)
+
+class ElasticEvaluation(_EvaluationLoop):
+    """Takes the place of a Trainer's loop of validation within a fit, of `validate`, or of `test`."""
+
+    def __init__(self, trainer: pl.Trainer, before: _EvaluationLoop) -> None:
+        """`before`: the Trainer's own, which knows the loaders that it was given."""
+        super().__init__(trainer, before._trainer_fn, before._stage, verbose=before.verbose, inference_mode=False)
+        self._data_source = before._data_source
         self._results: Results = Results(training=False)
-        self._loader: ElasticDataLoader | None = None
+        self._loaders: list[ElasticDataLoader] = []
         self._logged_outputs: list[Any] = []
 
     def setup_data(self) -> None:
-        """Lightning calls it: asks for the loader, once."""
-        trainer = self.trainer
-        if self._loader is not None or trainer.limit_val_batches == 0 or not is_overridden("validation_step", trainer.lightning_module):
+        """Lightning calls it: asks for the loaders, once."""
+        trainer, kind = self.trainer, self._stage.dataloader_prefix
+        step = "test_step" if self._stage is RunningStage.TESTING else "validation_step"
+        if self._loaders or getattr(trainer, f"limit_{kind}_batches") == 0 or not is_overridden(step, trainer.lightning_module):
             return
-        self._loader = validation_loader(_request_dataloader(self._data_source))
-        self._combined_loader = CombinedLoader(self._loader, "sequential")
-        self._max_batches = [len(self._loader)]
+        self._loaders = evaluation_loaders(_request_dataloader(self._data_source), f"{kind}_dataloaders")
+        self._combined_loader = CombinedLoader(self._loaders, "sequential")
+        self._max_batches = [len(loader) for loader in self._loaders]
 
     def run(self) -> list[Any]:
-        """Evaluates; every rank calls it, behind a step that counts."""
+        """Evaluates. Every rank calls it, between steps."""
         self.setup_data()
         if self.skip:
             return []
-        assert self._loader is not None
-        trainer, session = self.trainer, current_session()
+        trainer, session, results = self.trainer, current_session(), self._results
+        results.attach(Metrics(trainer.lightning_module))
+        results.take_elsewhere()
         trainer._logger_connector.epoch_end_reached()
         self._has_run, self._logged_outputs = False, []
+        self.batch_progress.reset_on_run()
+        if self._trainer_fn is not TrainerFn.FITTING:
+            self._seen_batches_per_dataloader.clear()
+        self.on_run_start()
+        model = trainer.strategy.model
+        assert model is not None
+        for number, loader in enumerate(self._loaders):
+            if number > 0:
+                self._store_dataloader_outputs()
+            measure = functools.partial(self._measure, number)
+            _, told = evaluate_on_all(session, model, loader.evaluation_batches(), measure, gathers=True)
+            trainer._logger_connector.epoch_end_reached()
+            results.dataloader_idx = number if len(self._loaders) > 1 else None
+            self._has_run = True
+            results.metrics_of_module.add([one["counted"] for one in told])
+            for one in told:
+                trainer._logger_connector._first_loop_iter = self.batch_progress.current.ready == 0
+                self.batch_progress.increment_ready()
+                results.log_batch(one)
+                self.batch_progress.increment_completed()
+                trainer._logger_connector.update_eval_step_metrics(self._seen_batches_per_dataloader[number])
+                self._seen_batches_per_dataloader[number] += 1
+        self._store_dataloader_outputs()
+        outputs: list[Any] = self.on_run_end()
+        return outputs
+
+    def _on_evaluation_epoch_end(self) -> None:
+        """Lightning calls it: what the hooks log here has to be the same on all ranks."""
+        super()._on_evaluation_epoch_end()
+        check_alike(collectives.gather(current_session(), self._results.take_elsewhere()))
+
+    def _measure(self, loader: int, number: int, batch: Any) -> tuple[dict[str, float], Any]:
+        """What one batch gives: what is logged of it, and what metrics count."""
+        trainer, results = self.trainer, self._results
+        batch = _on_device(trainer, batch, loader)
+        several = [loader] if len(self._loaders) > 1 else []
+        kind = "test" if trainer.testing else "validation"
+        held = Held(number, lambda: float(extract_batch_size(batch)))
+        results.metrics_of_module.empty()
+        results.hold(held)
+        call._call_callback_hooks(trainer, f"on_{kind}_batch_start", batch, number, *several)
+        call._call_lightning_module_hook(trainer, f"on_{kind}_batch_start", batch, number, *several)
+        arguments = self._build_step_args_from_hook_kwargs(self._build_kwargs(batch, number, loader if several else None), f"{kind}_step")
+        output = call._call_strategy_hook(trainer, f"{kind}_step", *arguments)
+        call._call_callback_hooks(trainer, f"on_{kind}_batch_end", output, batch, number, *several)
+        call._call_lightning_module_hook(trainer, f"on_{kind}_batch_end", output, batch, number, *several)
+        results.hold(None)
+        return {}, held.told(results.metrics_of_module.take())
+
+
+class ElasticPrediction(_PredictionLoop):
+    """Takes the place of a Trainer's loop of `predict`. All ranks return the predictions of all batches."""
+
+    def __init__(self, trainer: pl.Trainer, before: _PredictionLoop) -> None:
+        """`before`: the Trainer's own, which knows the loaders that it was given."""
+        super().__init__(trainer, inference_mode=False)
+        self._data_source = before._data_source
+        self._return_predictions = before._return_predictions
+        self._loaders: list[ElasticDataLoader] = []
+        self._sizes: list[int] = []
+        """Samples in a batch of each."""
+
+    def setup_data(self) -> None:
+        """Lightning calls it: asks for the loaders, once."""
+        if self._loaders or self.trainer.limit_predict_batches == 0:
+            return
+        self._loaders = evaluation_loaders(_request_dataloader(self._data_source), "predict_dataloaders")
+        self._combined_loader = CombinedLoader(self._loaders, "sequential")
+        self.max_batches = [len(loader) for loader in self._loaders]
+        self._sizes = [samples_in(loader) for loader in self._loaders]
+
+    def run(self) -> Any:
+        """Predicts. Every rank calls it, between steps."""
+        self.setup_data()
+        if self.skip:
+            return None
+        trainer, session = self.trainer, current_session()
+        writers = [one for one in trainer.callbacks if isinstance(one, BasePredictionWriter)]
+        gathers = self.return_predictions or any(one.interval.on_epoch for one in writers)
         self.batch_progress.reset_on_run()
         self.on_run_start()
         model = trainer.strategy.model
         assert model is not None
-        sums = evaluate(session, model, numbered(self._loader.evaluation_batches()), self._measure)
-        for known in sorted(name.removeprefix("value ") for name in sums if name.startswith("value ")):
-            weight = sums[f"weight {known}"]
-            self._results.log_mean(known, sums[f"value {known}"] / weight, 1.0)
-        self._store_dataloader_outputs()
-        self._has_run = True
-        outputs: list[Any] = self.on_run_end()
-        return outputs
+        self._predictions, self.epoch_batch_indices = [], []
+        for number, loader in enumerate(self._loaders):
+            measure = functools.partial(self._measure, number)
+            _, told = evaluate_on_all(session, model, loader.evaluation_batches(), measure, gathers=gathers)
+            self._predictions.append(told)
+            self.epoch_batch_indices.append([self._samples_of(number, batch) for batch in range(len(told))])
+        return self.on_run_end()
 
-    def _measure(self, _: nn.Module, one: tuple[int, Any]) -> dict[str, float]:
-        """Sums of what `validation_step` logs of one batch, by what it is logged as."""
-        number, batch = one
-        trainer, results = self.trainer, self._results
-        batch = trainer.precision_plugin.convert_input(batch)
-        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
-        batch = call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
-        results.hold()
-        results.weigh(float(extract_batch_size(batch)))
-        call._call_callback_hooks(trainer, "on_validation_batch_start", batch, number)
-        call._call_lightning_module_hook(trainer, "on_validation_batch_start", batch, number)
-        takes_number = len(inspect.signature(trainer.lightning_module.validation_step).parameters) > 1
-        output = call._call_strategy_hook(trainer, "validation_step", batch, *([number] if takes_number else []))
-        call._call_callback_hooks(trainer, "on_validation_batch_end", output, batch, number)
-        call._call_lightning_module_hook(trainer, "on_validation_batch_end", output, batch, number)
-        sums: dict[str, float] = {}
-        for known, values in results.release().items():
-            sums[f"value {known}"] = sum(value * weight for value, weight in values)
-            sums[f"weight {known}"] = sum(weight for _, weight in values)
-        return sums
+    def _samples_of(self, loader: int, batch: int) -> list[int]:
+        """The samples of a batch, by their place in the dataset."""
+        size = self._sizes[loader]
+        return list(range(batch * size, min((batch + 1) * size, len(self._loaders[loader].dataset))))
+
+    def _measure(self, loader: int, number: int, batch: Any) -> tuple[dict[str, float], Any]:
+        """The predictions of one batch."""
+        trainer = self.trainer
+        batch = _on_device(trainer, batch, loader)
+        several = [loader] if len(self._loaders) > 1 else []
+        self.current_batch_indices = self._samples_of(loader, number)
+        with _without_writers(trainer, current_session().is_joining):
+            call._call_callback_hooks(trainer, "on_predict_batch_start", batch, number, *several)
+            call._call_lightning_module_hook(trainer, "on_predict_batch_start", batch, number, *several)
+            arguments = self._build_step_args_from_hook_kwargs(
+                self._build_kwargs(batch, number, loader if several else None), "predict_step"
+            )
+            told = call._call_strategy_hook(trainer, "predict_step", *arguments)
+            call._call_callback_hooks(trainer, "on_predict_batch_end", told, batch, number, *several)
+            call._call_lightning_module_hook(trainer, "on_predict_batch_end", told, batch, number, *several)
+        return {}, move_data_to_device(told, torch.device("cpu"))
+
+    def _on_predict_epoch_end(self) -> Any:
+        """Lightning calls it: hooks of the end, with all predictions. Writers of these are called in one process, and in another if that
+        one dies meanwhile."""
+        trainer, session = self.trainer, current_session()
+        with _without_writers(trainer, True):
+            told = super()._on_predict_epoch_end()
+        writers = [one for one in trainer.callbacks if isinstance(one, BasePredictionWriter)]
+        written = not any(one.interval.on_epoch for one in writers)
+        while not written:
+            writes = session.is_first
+            for one in writers if writes else ():
+                one.on_predict_epoch_end(trainer, trainer.lightning_module)
+            written = any(collectives.gather(session, writes)) or session.is_joining
+        return told
+
+
+@contextlib.contextmanager
+def _without_writers(trainer: pl.Trainer, said: bool) -> Iterator[None]:
+    """Inside, if `said`, the Trainer has no writers of predictions among its callbacks."""
+    before = trainer.callbacks
+    trainer.callbacks = [one for one in before if not (said and isinstance(one, BasePredictionWriter))]
+    try:
+        yield
+    finally:
+        trainer.callbacks = before

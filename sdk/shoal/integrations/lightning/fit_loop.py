@@ -7,6 +7,7 @@ a worker that joins has the others' counts.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import sys
@@ -24,15 +25,19 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from shoal_common.errors import ConfigurationError
 from shoal_worker import api
 from shoal_worker.data.loader import ElasticDataLoader
+from shoal_worker.elastic import collectives
+from shoal_worker.elastic.step import Step
 from shoal_worker.elastic.worker_process import current_session
 from shoal_worker.strategies.model import ShardedModel
 from shoal_worker.strategies.optimizer import ShardedOptimizer
 
 from shoal.integrations.lightning.checkpoints import Checkpoints
 from shoal.integrations.lightning.data import training_loader
-from shoal.integrations.lightning.evaluation import ElasticValidation
+from shoal.integrations.lightning.evaluation import ElasticEvaluation
+from shoal.integrations.lightning.in_step import InStep
+from shoal.integrations.lightning.metrics import Metrics
 from shoal.integrations.lightning.progress import Progress
-from shoal.integrations.lightning.results import Gathered, Results
+from shoal.integrations.lightning.results import Held, Missing, Results, check_alike
 
 
 class Trains(Protocol):
@@ -63,8 +68,7 @@ class _Counters(_TrainingEpochLoop):
         """`before`: the Trainer's own, which knows its arguments."""
         super().__init__(trainer, min_steps=before.min_steps, max_steps=before.max_steps)
         self._results: Results = Results(training=True)
-        self.val_loop: ElasticValidation = ElasticValidation(trainer)
-        self.val_loop._data_source = before.val_loop._data_source
+        self.val_loop: ElasticEvaluation = ElasticEvaluation(trainer, before.val_loop)
 
     def stand(self, *, in_epoch: int, of: float, in_all: int, committed: int) -> None:
         """The script is at step `in_epoch`, from 1, of `of` of its epoch; with it there are `in_all`, of which `committed` count."""
@@ -89,7 +93,8 @@ class ElasticFit(_FitLoop):
         self._checkpoints = checkpoints
         self._accumulated = trainer.accumulate_grad_batches
         self._loader: ElasticDataLoader | None = None
-        self._gathered = Gathered()
+        self._in_step = InStep(current_session())
+        self._is_new = True
         trainer.accumulate_grad_batches = 1  # parts of a step are the loader's micro-batches: Lightning sees one batch a step
 
     def setup_data(self) -> None:
@@ -124,6 +129,7 @@ class ElasticFit(_FitLoop):
         """Trains, until the epochs or steps are done, a callback says so, or the job is stopped."""
         loader, session, counters = self.loader, current_session(), self.epoch_loop
         torch.set_grad_enabled(True)
+        counters._results.attach(Metrics(self.trainer.lightning_module))
         session.registered.register("lightning", Progress(self.trainer, counters._results))
         if self._checkpoints is not None and self._checkpoints.resume:
             api.resume(self._checkpoints.directory)
@@ -157,6 +163,7 @@ class ElasticFit(_FitLoop):
     def _train_epoch(self, epoch: int) -> None:
         trainer, loader, session = self.trainer, self.loader, current_session()
         self._stand(epoch)
+        self.epoch_loop._results.take_elsewhere()
         call._call_callback_hooks(trainer, "on_train_epoch_start")
         call._call_lightning_module_hook(trainer, "on_train_epoch_start")
         over = False
@@ -181,48 +188,74 @@ class ElasticFit(_FitLoop):
         """One step over all ranks. True: it counts, on all of them; the loader hands it out again if not. With it come the outputs of
         `training_step` and the batch, for hooks; None on a rank that had no part of the step."""
         trainer, session, strategy, results = self.trainer, current_session(), self._strategy, self.epoch_loop._results
-        results.hold()
         optimizer, outputs, batch = strategy.optimizer, {}, None
         losses: list[tuple[float, float]] = []
-        for part, fetched in enumerate(batches):
+        around = Held(-1, lambda: 1.0)  # of hooks around the parts
+        told: list[dict[str, Any]] = []
+        results.hold(around)
+        for fetched in batches:
             batch = self._to_device(fetched)
-            if part == 0:
+            if not losses:
                 self._step_begins(batch, number)
             weight = (session.step.micro_batch or 0.0) if session.step is not None else 1.0
-            results.weigh(weight)
+            held = Held((session.step.micro_batch_index or 0) if session.step is not None else 0, functools.partial(float, weight))
+            results.hold(held)
+            results.metrics_of_module.empty()
             output = call._call_strategy_hook(
                 trainer, "training_step", *self.epoch_loop._build_kwargs(OrderedDict(), batch, number).values()
             )
-            told = ClosureResult.from_training_step_output(output)
-            if told.closure_loss is None:
+            closed = ClosureResult.from_training_step_output(output)
+            if closed.closure_loss is None:
                 raise ConfigurationError(
                     "training_step returned None: a step is all ranks', and none can leave it out: return a loss of zero (0.0 * loss)"
                 )
-            call._call_strategy_hook(trainer, "backward", told.closure_loss, optimizer)
-            outputs = told.extra
-            losses.append((float(told.closure_loss.detach()), weight))
+            call._call_strategy_hook(trainer, "backward", closed.closure_loss, optimizer)
+            counted = results.metrics_of_module.take()
+            told.append(held.told(counted if weight > 0 else {}))
+            results.hold(around)
+            outputs = closed.extra
+            losses.append((float(closed.closure_loss.detach()), weight))
             weights = sum(each for _, each in losses)
             if session.step is not None and weights > 0:
                 session.step.loss = sum(loss * each for loss, each in losses) / weights
         if not losses:
             self._step_begins(None, number)
-        results.weigh(1.0)
         call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
         call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
         if trainer.gradient_clip_val:
             strategy.sharded.clip_grad_norm_(float(trainer.gradient_clip_val))
         step, ranks = session.step, session.world_size
+        own = {"new": self._is_new, "elsewhere": results.take_elsewhere(), "parts": [around.told({}), *told], "losses": losses}
+        everyones = self._in_step.gather(own, kind="self.log")
         committed = bool(optimizer.step())
         call._call_callback_hooks(trainer, "on_before_zero_grad", optimizer)
         call._call_lightning_module_hook(trainer, "on_before_zero_grad", optimizer)
         optimizer.zero_grad()
+        results.hold(None)
         if not committed:
-            results.release()
             return False, (None, None)
         mean_loss = step.mean_loss if step is not None else None
-        self._gathered.log(session, results, step, own_loss=losses, ranks=ranks)
+        self._log(results, own, everyones, step, ranks)
         loss = torch.tensor(math.nan if mean_loss is None else mean_loss)
         return True, ({"loss": loss, **outputs} if losses else None, batch)
+
+    def _log(self, results: Results, own: dict[str, Any], everyones: list[Any] | None, step: Step | None, ranks: int) -> None:
+        """The step counts: logs what its parts gave, on all `ranks` that took it; what was logged outside of steps since the last one is
+        compared. `everyones`: as gathered within the step; None: a rank died meanwhile. Others may have it."""
+        told, missing = everyones, None
+        if any(collectives.gather(current_session(), everyones is None, kind="self.log")):
+            answers = collectives.gather(current_session(), {"own": own, "everyones": everyones}, kind="self.log")
+            told = next((answer["everyones"] for answer in answers if answer["everyones"] is not None), None)
+            if told is None:
+                told = [answer["own"] for answer in answers]
+                missing = None if step is None or len(told) == ranks else Missing(step.mean_loss, step.weight_of_all)
+        assert told is not None
+        self._is_new = False
+        # A worker that has just come has not logged what the others did behind the step before.
+        if known := [one["elsewhere"] for one in told if not one["new"]]:
+            check_alike(known)
+        losses = [pair for one in told for pair in one["losses"]]
+        results.log_step([part for one in told for part in one["parts"]], missing=missing, losses=losses)
 
     def _to_device(self, batch: Any) -> Any:
         trainer = self.trainer
@@ -251,8 +284,10 @@ class ElasticFit(_FitLoop):
         counters.update_lr_schedulers("step", update_plateau_schedulers=False)
         if counters._num_ready_batches_reached():
             counters.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        updates = counters._results.metrics_of_module.updates()
         call._call_callback_hooks(trainer, "on_train_batch_end", outputs, batch, number)
         call._call_lightning_module_hook(trainer, "on_train_batch_end", outputs, batch, number)
+        self._check_untouched(updates)
         trainer._logger_connector.on_batch_end()
         trainer._logger_connector.update_train_step_metrics()
         if counters._should_check_val_fx(None):
@@ -264,6 +299,16 @@ class ElasticFit(_FitLoop):
         counters.update_lr_schedulers("step", update_plateau_schedulers=True)
         counters._batches_that_stepped = in_all
 
+    def _check_untouched(self, before: Mapping[str, int]) -> None:
+        """Raises ConfigurationError if a hook has updated a metric, which then counts this worker's samples alone."""
+        now = self.epoch_loop._results.metrics_of_module.updates()
+        for name in now:
+            if now[name] > before.get(name, 0):
+                raise ConfigurationError(
+                    f"{name}, a torchmetrics module, was updated in on_train_batch_end, where this worker has the last part of its own "
+                    "samples: update it in training_step, whose parts of all workers count"
+                )
+
     def _epoch_is_over(self, epoch: int) -> None:
         """The steps of an epoch are done, or training ends within it: what Lightning does then, in its order."""
         trainer, counters = self.trainer, self.epoch_loop
@@ -272,6 +317,7 @@ class ElasticFit(_FitLoop):
             counts.processed = epoch + 1
         call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=False)
         call._call_lightning_module_hook(trainer, "on_train_epoch_end")
+        check_alike(collectives.gather(current_session(), counters._results.take_elsewhere()))
         call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=True)
         trainer._logger_connector.on_epoch_end()
         if counters._num_ready_batches_reached():

@@ -16,7 +16,8 @@ _METRICS = ("_callback_metrics", "_logged_metrics")
 
 
 class Progress:
-    """The epoch's sums of what was logged, the metrics of the last epoch, and the states of callbacks, as registered state."""
+    """The epoch's sums of what was logged, what torchmetrics' modules have counted, the metrics of the last epoch, and the states of
+    callbacks: registered state."""
 
     def __init__(self, trainer: pl.Trainer, results: Results) -> None:
         self._trainer = trainer
@@ -29,10 +30,15 @@ class Progress:
             "metrics": [{name: float(value) for name, value in getattr(connector, each).items()} for each in _METRICS],
             "should_stop": bool(self._trainer.should_stop),
         }
-        return {"counted": json.dumps(counted), "callbacks": _call_callbacks_state_dict(self._trainer)}
+        return {
+            "counted": json.dumps(counted),
+            "modules": self._results.metrics_of_module.state_dict(),
+            "callbacks": _call_callbacks_state_dict(self._trainer),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         trainer, counted = self._trainer, json.loads(state["counted"])
+        self._results.metrics_of_module.load_state_dict(state["modules"])
         self._results.load_state_dict(counted["results"])
         for name, values in zip(_METRICS, counted["metrics"], strict=True):
             setattr(trainer._logger_connector, name, {metric: torch.tensor(value) for metric, value in values.items()})

@@ -12,7 +12,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from shoal_common.errors import ConfigurationError
-from torchmetrics import Metric
+from torchmetrics import MetricTracker
+from torchmetrics.wrappers.abstract import WrapperMetric
 
 from shoal.integrations.lightning.checkpoints import Checkpoints
 
@@ -53,14 +54,12 @@ def _refuse(what: str, instead: str) -> ConfigurationError:
 
 def check_trainer(trainer: pl.Trainer) -> None:
     """Raises ConfigurationError for what cannot be done so that a fault changes nothing."""
-    if trainer.state.fn is not TrainerFn.FITTING:
-        raise _refuse(
-            f"Trainer.{getattr(trainer.state.fn, 'value', 'run')!s}()",
-            "validate while fitting; else load shoal.load_full_state(directory) into the module, and use a Trainer without strategy=",
-        )
     _check_arguments(trainer)
-    _check_callbacks(trainer)
-    _check_module(trainer.lightning_module)
+    if trainer.state.fn is TrainerFn.FITTING:
+        _check_callbacks(trainer)
+        _check_module(trainer.lightning_module)
+    elif is_overridden("prepare_data", trainer.lightning_module):
+        raise _refuse(f"{type(trainer.lightning_module).__name__}.prepare_data", _MODULE["prepare_data"])
     datamodule = getattr(trainer, "datamodule", None)
     for name in ("prepare_data", "state_dict", "load_state_dict"):
         if datamodule is not None and is_overridden(name, datamodule, pl.LightningDataModule):
@@ -82,6 +81,8 @@ def _check_arguments(trainer: pl.Trainer) -> None:
         "sync_batchnorm": (connector._layer_sync is not None, (False,), "give the module nn.SyncBatchNorm, which Shoal's ranks share"),
         "limit_train_batches": (trainer.limit_train_batches, (1.0,), limits),
         "limit_val_batches": (trainer.limit_val_batches, (0, 0.0, 1.0), limits),
+        "limit_test_batches": (trainer.limit_test_batches, (0, 0.0, 1.0), limits),
+        "limit_predict_batches": (trainer.limit_predict_batches, (0, 0.0, 1.0), limits),
         "overfit_batches": (trainer.overfit_batches, (0, 0.0), limits),
         "fast_dev_run": (trainer.fast_dev_run, (False, 0), limits),
         "reload_dataloaders_every_n_epochs": (
@@ -158,11 +159,11 @@ def _check_module(module: pl.LightningModule) -> None:
 
 
 def check_metrics(module: pl.LightningModule) -> None:
-    """Raises ConfigurationError if the module, which is whole by now, counts in metrics of its own."""
+    """Raises ConfigurationError if the module, which is whole by now, has metrics that cannot be taken together over ranks."""
     for name, one in module.named_modules():
-        if isinstance(one, Metric):
+        if isinstance(one, (WrapperMetric, MetricTracker)):
             raise _refuse(
                 f"{type(module).__name__}.{name}, a torchmetrics {type(one).__name__}",
-                "it would count this worker's samples alone: log a mean over the batch, by torchmetrics.functional say, which is averaged "
-                "over all ranks; or evaluate in a loop of your own (docs/guides/metrics.md)",
+                "what it keeps is in no state of a metric, and would be this worker's alone: make the metrics that it wraps attributes of "
+                "the module, and log these",
             )

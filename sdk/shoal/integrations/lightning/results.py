@@ -1,78 +1,207 @@
 """What `self.log` is given: over all ranks, and not before the step counts in which it was.
 
-Lightning adds a value to what an epoch is the mean of when it is logged. A step may be void, and its values are this rank's. So they wait
-here; when the step counts, or the evaluation has its sums, the mean over all samples is logged in their place, the same on all ranks.
+Lightning adds a value to what an epoch is made of when it is logged. A step may be void, and its values are this rank's. So what is logged
+of a batch waits here; when the step counts, or the evaluation is done, that of all ranks is logged in its place, the same on all.
+
+What is logged elsewhere is logged at once, and noted: it has to be the same on all ranks, and they compare it.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
-from shoal_common.errors import ConfigurationError
-from shoal_worker.elastic import collectives
-from shoal_worker.elastic.session import Session
-from shoal_worker.elastic.step import Step
+from shoal_common.errors import ConfigurationError, PreconditionError
+from torchmetrics import Metric
 
-_log: Final = logging.getLogger(__name__)
+from shoal.integrations.lightning.metrics import Counted, Metrics
+
+_log = logging.getLogger(__name__)
 
 _ARGUMENTS: Final = ("prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx")
 """Arguments of `log` that go with a value."""
 
+_REDUCTIONS: Final[Mapping[str, Callable[[Sequence[float]], float]]] = {"sum": math.fsum, "max": max, "min": min}
+"""What becomes of the values of a step's parts, by the argument `reduce_fx`, beside means."""
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What a value is logged as."""
+
+    fx: str
+    name: str
+    reduction: str
+    metric: str | None
+    """The torchmetrics module that is logged, instead of a value."""
+    flags: tuple[bool, ...]
+    """`_ARGUMENTS`."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        named: dict[str, Any] = dict(zip(_ARGUMENTS, self.flags, strict=True))
+        return {**named, "reduce_fx": getattr(torch, self.reduction), "metric_attribute": self.metric}
+
+    def text(self) -> str:
+        return json.dumps([self.fx, self.name, self.reduction, self.metric, list(self.flags)])
+
+    @classmethod
+    def of(cls, text: str) -> _Known:
+        fx, name, reduction, metric, flags = json.loads(text)
+        return cls(fx, name, reduction, metric, tuple(flags))
+
+
+@dataclass(frozen=True)
+class Missing:
+    """What is known of a step of which a worker took its parts with it."""
+
+    mean_loss: float | None
+    """The loss of all ranks' samples; None: it was not told."""
+    weight: float | None
+    """What all of them weigh."""
+
+
+class Held:
+    """What was logged of one part of a step, or of one batch of an evaluation."""
+
+    def __init__(self, part: int, weight: Callable[[], float]) -> None:
+        """
+        Args:
+            part: its number over all ranks.
+            weight: gives how many samples it has, or what else it weighs; asked for where `log` was not told a `batch_size`.
+        """
+        self.part = part
+        self._weight = weight
+        self._entries: list[list[Any]] = []
+
+    def log(self, known: _Known, value: float | None, batch_size: int | None) -> None:
+        """Adds a value; None: of a metric, which has its own."""
+        if value is None:
+            weight = 1.0
+        elif batch_size is None or self._weight() == 0:  # a stand-in batch counts as nothing
+            weight = self._weight()
+        else:
+            weight = float(batch_size)
+        self._entries.append([known.text(), value, weight])
+
+    def told(self, counted: Mapping[str, Counted]) -> dict[str, Any]:
+        """For other ranks, with what metrics have counted of it."""
+        return {"part": self.part, "entries": self._entries, "counted": dict(counted)}
+
 
 class Results(_ResultCollection):
-    """Values that were logged. Between `hold` and `release` they are kept apart."""
+    """Values that were logged."""
 
     def __init__(self, *, training: bool) -> None:
         super().__init__(training=training)
-        self._held: dict[str, list[tuple[float, float]]] | None = None
-        self._weight = 1.0
+        self._held: Held | None = None
+        self._metrics: Metrics | None = None
+        self._elsewhere: list[list[Any]] = []
+        self._warned = False
 
-    def hold(self) -> None:
-        """What is logged from here on waits; what waited is dropped."""
-        self._held, self._weight = {}, 1.0
+    def attach(self, metrics: Metrics) -> None:
+        """`metrics`: of the module that logs."""
+        self._metrics = metrics
 
-    def weigh(self, weight: float) -> None:
-        """What the next values weigh in the mean over all ranks."""
-        self._weight = weight
+    @property
+    def metrics_of_module(self) -> Metrics:
+        """The metrics of the module that logs."""
+        assert self._metrics is not None
+        return self._metrics
 
-    def release(self) -> dict[str, list[tuple[float, float]]]:
-        """What waited, by what it was logged as: value and weight of each."""
-        held, self._held = self._held or {}, None
-        return held
+    def hold(self, held: Held | None) -> None:
+        """What is logged from here on goes to `held`; None: it is logged at once."""
+        self._held = held
 
     def log(self, fx: str, name: str, value: Any, **arguments: Any) -> None:
         """Lightning calls it, for `self.log`."""
         if self._held is None:
             super().log(fx, name, value, **arguments)
+            if not arguments.get("rank_zero_only"):
+                self._elsewhere.append([fx, name, None if isinstance(value, Metric) else float(value)])
             return
-        if not isinstance(value, torch.Tensor):
-            raise ConfigurationError(
-                f"self.log({name!r}, a {type(value).__name__}) in {fx}: it would count this worker's samples alone; log a number or a "
-                "tensor that is a mean over the batch"
-            )
-        if arguments.get("reduce_fx", "mean") not in ("mean", "avg", torch.mean):
-            raise ConfigurationError(
-                f"self.log({name!r}, reduce_fx={arguments['reduce_fx']!r}) in {fx}: expected 'mean': values are averaged over all ranks "
-                "by samples; log a mean over the batch"
-            )
-        if arguments.get("on_step") and not self.training:
-            raise ConfigurationError(
-                f"self.log({name!r}, on_step=True) in {fx}: the batches of an evaluation are dealt to all ranks, and no order is theirs: "
-                "leave on_step out"
-            )
-        known = json.dumps([fx, name, *(bool(arguments.get(each, each != "prog_bar")) for each in _ARGUMENTS)])
-        self._held.setdefault(known, []).append((float(value.detach()), self._weight))
+        reduction = arguments.get("reduce_fx", "mean")
+        reduction = reduction.lower() if isinstance(reduction, str) else getattr(reduction, "__name__", str(reduction))
+        reduction = "mean" if reduction == "avg" else reduction
+        if reduction != "mean" and reduction not in _REDUCTIONS:
+            raise ConfigurationError(f"self.log({name!r}, reduce_fx={reduction!r}) in {fx}: expected 'mean', 'sum', 'min' or 'max'")
+        known = _Known(
+            fx,
+            name,
+            reduction,
+            arguments.get("metric_attribute"),
+            tuple(bool(arguments.get(each, each not in ("prog_bar", "on_step"))) for each in _ARGUMENTS),
+        )
+        if isinstance(value, Metric) and known.metric is None:
+            raise ConfigurationError(f"self.log({name!r}, a {type(value).__name__}) in {fx}: make the metric an attribute of the module")
+        self._held.log(known, None if isinstance(value, Metric) else float(value.detach()), arguments.get("batch_size"))
 
-    def log_mean(self, known: str, value: float, weight: float) -> None:
-        """Logs what is a mean over all ranks, under what `release` named it; it weighs `weight` in the mean over an epoch."""
-        fx, name, *flags = json.loads(known)
-        named = dict(zip(_ARGUMENTS, flags, strict=True))
-        super().log(fx, name, torch.tensor(value), batch_size=max(1, round(weight)), **named)
+    def log_step(self, told: Iterable[Mapping[str, Any]], *, missing: Missing | None, losses: Sequence[Sequence[float]]) -> None:
+        """A step counts: adds its parts to the metrics, and logs one value for all parts of each name.
+
+        Args:
+            told: the parts, of all ranks.
+            missing: a worker died with its parts, which a warning tells once; None: all are there.
+            losses: of the parts, with what they weigh.
+        """
+        parts = sorted(told, key=lambda one: int(one["part"]))
+        values: dict[str, list[tuple[float | None, float]]] = {}
+        for one in parts:
+            for known, value, weight in one["entries"]:
+                values.setdefault(known, []).append((value, weight))
+        if missing is not None and not self._warned:
+            self._warned = True
+            _log.warning(
+                "a worker died between a step and the gathering of what it had logged: that step's values and metrics are those of the "
+                "other workers' samples (the loss is exact, and so are the weights)"
+            )
+        self._note_batch_values([one["counted"] for one in parts], values)
+        self.metrics_of_module.add([one["counted"] for one in parts])
+        for text, pairs in values.items():
+            known = _Known.of(text)
+            weight = math.fsum(each for _, each in pairs)
+            numbers = [(value, each) for value, each in pairs if value is not None and each > 0]
+            if known.metric is not None:
+                self._log(known, None, 1.0)
+            elif not numbers:
+                continue  # stand-in batches
+            elif missing is not None and known.reduction == "mean":
+                is_loss = missing.mean_loss is not None and sorted(map(list, pairs)) == sorted(map(list, losses))
+                mean = math.fsum(value * each for value, each in numbers) / weight
+                self._log(known, missing.mean_loss if is_loss else mean, missing.weight or weight)
+            elif known.reduction == "mean":
+                self._log(known, math.fsum(value * each for value, each in numbers) / weight, weight)
+            else:
+                self._log(known, _REDUCTIONS[known.reduction]([value for value, _ in numbers]), weight)
+
+    def log_batch(self, told: Mapping[str, Any]) -> None:
+        """Logs what was logged of one batch of an evaluation, as if it were done here and now. What metrics have counted of it is not added
+        to them: that of all batches is, at once."""
+        self._note_batch_values([told["counted"]], {known for known, _, _ in told["entries"]})
+        for text, value, weight in told["entries"]:
+            self._log(_Known.of(text), value, weight)
+
+    def _note_batch_values(self, batches: Sequence[Mapping[str, Counted]], texts: Iterable[str]) -> None:
+        for known in map(_Known.of, texts):
+            if known.metric is not None and known.arguments["on_step"]:
+                self.metrics_of_module.note_batch_value(known.metric, batches)
+
+    def _log(self, known: _Known, value: float | None, weight: float) -> None:
+        given: Any = self.metrics_of_module.find(known.metric) if known.metric is not None else torch.tensor(value)
+        super().log(known.fx, known.name, given, batch_size=weight, **known.arguments)
+
+    # ---------------------------------------------------------------------------------------------- what was logged elsewhere
+
+    def take_elsewhere(self) -> list[list[Any]]:
+        """What was logged outside of batches since this was last asked: hook, name and value."""
+        told, self._elsewhere = self._elsewhere, []
+        return told
 
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
         """Lightning calls it: at the end of an epoch, and for a hook's first values in one. Those are the epoch's first without it, and in
@@ -83,57 +212,50 @@ class Results(_ResultCollection):
     def state_dict(self) -> list[list[Any]]:
         """What has been logged in this epoch, for joiners and checkpoints."""
         return [
-            [key, self._known(key), float(one.value), int(one.cumulated_batch_size)]
+            [
+                key,
+                self._known(key).text(),
+                float(one.value) if one.is_tensor else None,
+                float(one.cumulated_batch_size) if one.is_tensor and one.meta.is_mean_reduction else 1.0,
+            ]
             for key, one in self.items()
-            if one.is_tensor and not one.has_reset and one.meta.on_epoch and one.meta.is_mean_reduction
+            if not one.has_reset and one.meta.on_epoch
         ]
 
     def load_state_dict(self, state: Iterable[list[Any]]) -> None:
         """Inverse of `state_dict`."""
         self.clear()
-        for key, known, value, size in state:
-            self.log_mean(known, 0.0, 1.0)
-            self[key].value, self[key].cumulated_batch_size = torch.tensor(value), torch.tensor(size)
+        for key, text, value, size in state:
+            known = _Known.of(text)
+            self._log(known, None if value is None else 0.0, 1.0)
+            if value is not None:
+                self[key].value = torch.tensor(value)
+                if known.reduction == "mean":
+                    self[key].cumulated_batch_size = torch.tensor(size)
 
-    def _known(self, key: str) -> str:
+    def _known(self, key: str) -> _Known:
         meta = self[key].meta
-        return json.dumps([meta.fx, meta.name, *(getattr(meta, each) for each in _ARGUMENTS)])
+        flags = tuple(bool(getattr(meta, each)) for each in _ARGUMENTS)
+        return _Known(meta.fx, meta.name, meta.reduce_fx.__name__, meta.metric_attribute, flags)
 
 
-class Gathered:
-    """Means over all ranks of what a step logged."""
-
-    def __init__(self) -> None:
-        self._warned = False
-
-    def log(self, session: Session, results: Results, step: Step | None, *, own_loss: list[tuple[float, float]], ranks: int) -> None:
-        """A step counts: logs what it held. Every rank calls it, behind the step.
-
-        Args:
-            session: this process's.
-            results: of the training.
-            step: with which the loss over all ranks came: exact, whoever died since.
-            own_loss: the losses of this rank's batches, with what they weigh.
-            ranks: how many took part in the step.
-        """
-        own = {known: [values, values == own_loss] for known, values in results.release().items()}
-        everyones: list[Mapping[str, Any]] = collectives.gather(session, own)
-        mean_loss, whole = (None, None) if step is None else (step.mean_loss, step.weight_of_all)
-        for known in sorted({name for one in everyones for name in one}):
-            told = [one[known] for one in everyones if known in one]
-            values = [pair for pairs, _ in told for pair in pairs]
-            weight = sum(each for _, each in values)
-            if all(is_loss for _, is_loss in told) and mean_loss is not None:
-                results.log_mean(known, mean_loss, whole or weight)
-            elif weight > 0:
-                results.log_mean(known, sum(value * each for value, each in values) / weight, whole or weight)
-                self._warn(len(everyones) < ranks, known)
-
-    def _warn(self, missing: bool, known: str) -> None:
-        if missing and not self._warned:
-            self._warned = True
-            _log.warning(
-                "self.log(%r): a worker died between a step and the gathering of what it had logged; the value of that step is a mean over "
-                "the other workers' samples (the loss is exact, and so are the weights)",
-                json.loads(known)[1],
+def check_alike(everyones: Sequence[list[list[Any]]]) -> None:
+    """Raises PreconditionError, on all ranks, unless all of them logged the same outside of batches."""
+    first = everyones[0]
+    for rank, told in enumerate(everyones):
+        for one, other in zip(first, told, strict=False):
+            if one != other and not (one[:2] == other[:2] and one[2] != one[2] and other[2] != other[2]):
+                raise PreconditionError(
+                    f"self.log({one[1]!r}) in {one[0]}: rank 0 logged {one[2]}, and rank {rank} {other[1]!r} with {other[2]}: each worker "
+                    "has seen its own batches. Log it in training_step, validation_step or test_step, where all ranks' batches count; or "
+                    "take all ranks' values together first, by shoal.gather; or log it with rank_zero_only=True, which logs one "
+                    "rank's value",
+                    reason="RANKS_DIVERGED",
+                )
+        if len(first) != len(told):
+            names = sorted({f"{fx}: {name}" for fx, name, _ in [*first, *told]})
+            raise PreconditionError(
+                f"self.log outside of batches: rank 0 logged {len(first)} values, rank {rank} {len(told)} ({', '.join(names)}): log the "
+                "same on every rank, without asking which it is; or with rank_zero_only=True",
+                reason="RANKS_DIVERGED",
             )

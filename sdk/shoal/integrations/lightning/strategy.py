@@ -7,6 +7,7 @@ Shoal's (`fit_loop.py`), put into the Trainer before it trains. What cannot be d
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
@@ -14,6 +15,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 from shoal_common.errors import ConfigurationError, PreconditionError, UnavailableError
 from shoal_worker import api
 from shoal_worker.elastic import collectives
@@ -22,14 +24,16 @@ from shoal_worker.strategies.model import ShardedModel
 from shoal_worker.strategies.optimizer import ShardedOptimizer
 
 from shoal.integrations.lightning.checkpoints import Checkpoints
+from shoal.integrations.lightning.evaluation import ElasticEvaluation, ElasticPrediction
 from shoal.integrations.lightning.fit_loop import ElasticFit
 from shoal.integrations.lightning.refusals import STRATEGIES, check_metrics, check_trainer, use_checkpoints
 
 
 class ShoalStrategy(Strategy):
-    """Trains a LightningModule on the workers of a job, which may die, leave and join meanwhile.
+    """Trains and evaluates a LightningModule on the workers of a job, which may die, leave and join meanwhile.
 
-    Every rank makes the Trainer and calls `fit`, once.
+    Every rank makes the Trainer and calls the same methods in the same order: `fit`, once; `validate`, `test` and `predict` behind it, or
+    without it.
     """
 
     strategy_name = "shoal"
@@ -54,6 +58,8 @@ class ShoalStrategy(Strategy):
         self.options: Mapping[str, Any] = options
         self._checkpoints: Checkpoints | None = None
         self._sharded: ShardedModel | None = None
+        self._module: pl.LightningModule | None = None
+        """Whose model that is."""
 
     # ------------------------------------------------------------------------------------------------ what Lightning is told
 
@@ -94,7 +100,7 @@ class ShoalStrategy(Strategy):
         """The model that trains.
 
         Raises:
-            PreconditionError: no fit has begun.
+            PreconditionError: neither a fit nor an evaluation has begun.
         """
         if self._sharded is None:
             raise PreconditionError("ShoalStrategy.sharded: there is none before fit() has begun: look in on_fit_start or later")
@@ -109,26 +115,43 @@ class ShoalStrategy(Strategy):
 
     def setup_environment(self) -> None:
         """Lightning calls it, before it prepares anything: what cannot be done is refused here."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        module = self.lightning_module
+        assert module is not None
+        trainer = module.trainer
         check_trainer(trainer)
-        if self._sharded is not None:
-            raise PreconditionError("a second fit in one process: a process of a job trains once; start another job for another run")
-        self._checkpoints = use_checkpoints(trainer)
-        trainer.num_sanity_val_steps = 0  # a worker that joins would hold up the others with it
+        if trainer.state.fn is TrainerFn.FITTING and self._sharded is not None:
+            raise PreconditionError(
+                "fit() behind another fit(), validate(), test() or predict() of this process: a process of a job trains one model, once, "
+                "and makes it the job's by what comes first; start another job for another run"
+            )
+        if self._module is not None and self._module is not module:
+            raise PreconditionError(
+                f"Trainer.{trainer.state.fn.value}() of another {type(module).__name__} than this process has trained or evaluated before: "
+                "a process of a job has one; leave the model out, or start another job for this one"
+            )
+        if trainer.state.fn is TrainerFn.FITTING:
+            self._checkpoints = use_checkpoints(trainer)
+            trainer.num_sanity_val_steps = 0  # a worker that joins would hold up the others with it
         self.note_who_writes()
         super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Lightning calls it, when the module is whole: puts Shoal's loop into the Trainer, and makes model and optimizer the job's."""
+        """Lightning calls it, when the module is whole: puts Shoal's loops into the Trainer, and makes model and optimizer the job's."""
+        module = self.lightning_module
         assert self.accelerator is not None
+        assert module is not None
         self.accelerator.setup(trainer)
-        assert self.lightning_module is not None
-        check_metrics(self.lightning_module)
+        check_metrics(module)
+        if trainer.state.fn is TrainerFn.FITTING:
+            self._set_up_fit(trainer, module)
+        else:
+            self._set_up_evaluation(trainer, module)
+        self._module = module
+
+    def _set_up_fit(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.model_to_device()
         trainer.fit_loop = ElasticFit(trainer, self, self._checkpoints)
         self.setup_optimizers(trainer)
-        module = self.lightning_module
         optimizers: list[Any] = self._optimizers
         if len(optimizers) != 1 or isinstance(optimizers[0], _MockOptimizer):
             raise ConfigurationError(
@@ -139,6 +162,18 @@ class ShoalStrategy(Strategy):
         assert isinstance(model, ShardedModel)
         self._sharded = self.model = model
         self.optimizers = [optimizer]
+
+    def _set_up_evaluation(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        trainer.validate_loop = ElasticEvaluation(trainer, trainer.validate_loop)
+        trainer.test_loop = ElasticEvaluation(trainer, trainer.test_loop)
+        trainer.predict_loop = ElasticPrediction(trainer, trainer.predict_loop)
+        if self._sharded is None:
+            self.model_to_device()
+            backend = {name: value for name, value in self.options.items() if name == "backend"}
+            model = api.as_distributed(module, **backend)  # nothing is trained: whole on each rank, as every evaluation has it
+            assert isinstance(model, ShardedModel)
+            self._sharded = model
+        self.model = self._sharded
 
     def model_to_device(self) -> None:
         """Lightning calls it."""
@@ -204,13 +239,25 @@ class ShoalStrategy(Strategy):
         if not any(collectives.gather(current_session(), writes)):
             raise UnavailableError(f"{filepath}: the worker that was writing it has died: save it again", reason="FILE_NOT_WRITTEN")
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> NoReturn:
-        """Refused.
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Lightning calls it, for `validate`, `test` and `predict` with `ckpt_path`: reads a file that `trainer.save_checkpoint` wrote, or
+        the newest checkpoint in the directory of a `Checkpoints`.
 
         Raises:
-            ConfigurationError: always.
+            ConfigurationError: it is to train from there, or to evaluate other weights than those that were trained in this process.
         """
-        raise ConfigurationError(
-            f"fit(ckpt_path={str(checkpoint_path)!r}): training goes on from Shoal's checkpoints: give the Trainer the callback "
-            "shoal.integrations.lightning.Checkpoints(directory, resume=True), and leave ckpt_path out"
-        )
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn is TrainerFn.FITTING:
+            raise ConfigurationError(
+                f"fit(ckpt_path={str(checkpoint_path)!r}): training goes on from Shoal's checkpoints: give the Trainer the callback "
+                "shoal.integrations.lightning.Checkpoints(directory, resume=True), and leave ckpt_path out"
+            )
+        if self._sharded is not None:
+            raise ConfigurationError(
+                f"ckpt_path={str(checkpoint_path)!r}: this process has a model already, whose weights may be cut over the ranks: leave "
+                "ckpt_path out to evaluate it as it is, or evaluate the checkpoint in a job of its own"
+            )
+        if Path(checkpoint_path).is_dir():
+            return {"state_dict": api.load_full_state(checkpoint_path), "pytorch-lightning_version": pl.__version__}
+        loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        return loaded

@@ -28,8 +28,9 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
+from shoal.integrations.dealt import evaluate_on_all
 from shoal.integrations.transformers.arguments import TrainingArguments, check_arguments, lengths, order_of
-from shoal.integrations.transformers.evaluation import concatenated, evaluate_on_all
+from shoal.integrations.transformers.evaluation import concatenated
 from shoal.integrations.transformers.progress import Progress
 
 
@@ -305,7 +306,7 @@ class Trainer(transformers.Trainer):
         loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         self.callback_handler.eval_dataloader = dataloader
 
-        def measure(inputs: Any) -> tuple[dict[str, float], Any]:
+        def measure(_: int, inputs: Any) -> tuple[dict[str, float], Any]:
             samples = float(find_batch_size(inputs) or 1)
             loss, logits, labels = self.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
             if logits is not None and self.preprocess_logits_for_metrics is not None:

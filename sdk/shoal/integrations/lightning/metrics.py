@@ -1,0 +1,144 @@
+"""torchmetrics' modules of a LightningModule, over all ranks.
+
+A metric adds each batch to what it has counted, which would be this rank's batches. So before a batch it is emptied, and what the batch
+alone gave is taken out behind it; the batches of all ranks are then added to each rank's metric, in their order, as one process would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from shoal_common.errors import ConfigurationError
+from torch import nn
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
+
+Counted = dict[str, Any]
+"""What a metric has counted: "updates", and "states" by name, of tensors and lists of them."""
+
+
+def _sum(states: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = states[0]
+    for each in states[1:]:  # in this order, as one process adds them
+        total = total + each
+    return total
+
+
+_ADD: Final[dict[Any, Callable[[Sequence[torch.Tensor]], torch.Tensor]]] = {
+    dim_zero_sum: _sum,
+    dim_zero_max: lambda states: torch.stack(list(states)).amax(0),
+    dim_zero_min: lambda states: torch.stack(list(states)).amin(0),
+    dim_zero_cat: lambda states: torch.cat([torch.atleast_1d(each) for each in states]),
+}
+"""How tensors of several batches become one, by what the metric says that processes do with theirs."""
+
+
+class Metrics:
+    """The metrics of a module, by name."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._aside: dict[str, Counted] = {}
+
+    @property
+    def _named(self) -> dict[str, Metric]:
+        return {name: one for name, one in self._module.named_modules() if isinstance(one, Metric)}
+
+    def updates(self) -> dict[str, int]:
+        """How often each metric was updated."""
+        return {name: one._update_count for name, one in self._named.items()}
+
+    def empty(self) -> None:
+        """A batch begins: what metrics have counted is set aside."""
+        self._aside = {name: _counted(one) for name, one in self._named.items()}
+        for one in self._named.values():
+            _clear(one)
+
+    def take(self) -> dict[str, Counted]:
+        """The batch is over: returns what metrics have counted of it; they have what was set aside again."""
+        for one in self._module.modules():
+            if isinstance(one, MetricCollection):
+                one.values(copy_state=True)  # those that count alike are updated once, and the others get it here
+        found = {}
+        for name, one in self._named.items():
+            if one._update_count > 0:
+                found[name] = _counted(one)
+            _put(one, self._aside.get(name) or _nothing(one))
+        return found
+
+    def add(self, batches: Sequence[Mapping[str, Counted]]) -> None:
+        """Adds what batches gave, in their order."""
+        for name, one in self._named.items():
+            if told := [each[name] for each in batches if name in each]:
+                own = [_counted(one)] if one._update_count > 0 else []
+                _put(one, _added(name, one, own, told))
+
+    def note_batch_value(self, name: str, batches: Sequence[Mapping[str, Counted]]) -> None:
+        """Lets the metric give, as the value of its last batch, that of these."""
+        one = self._named[name]
+        before = _counted(one)
+        _put(one, _added(name, one, [], [each[name] for each in batches if name in each]))
+        one._forward_cache = one.compute() if one._update_count > 0 else None
+        _put(one, before)
+
+    def find(self, name: str) -> Metric:
+        """The metric of this name."""
+        return self._named[name]
+
+    def state_dict(self) -> dict[str, Counted]:
+        """What has been counted, for joiners and checkpoints."""
+        return {name: _counted(one) for name, one in self._named.items() if one._update_count > 0}
+
+    def load_state_dict(self, state: Mapping[str, Counted]) -> None:
+        """Inverse of `state_dict`."""
+        for name, one in self._named.items():
+            _put(one, state.get(name) or _nothing(one))
+
+
+def _counted(one: Metric) -> Counted:
+    states = {name: list(value) if isinstance(value := getattr(one, name), list) else value for name in one._defaults}
+    return {"updates": one._update_count, "states": states}
+
+
+def _nothing(one: Metric) -> Counted:
+    defaults = {name: [] if isinstance(value, list) else value.detach().clone() for name, value in one._defaults.items()}
+    return {"updates": 0, "states": defaults}
+
+
+def _clear(one: Metric) -> None:
+    _put(one, _nothing(one))
+
+
+def _put(one: Metric, counted: Counted) -> None:
+    for name, value in counted["states"].items():
+        moved = [each.to(one.device) for each in value] if isinstance(value, list) else value.to(one.device)
+        setattr(one, name, moved)
+    one._update_count, one._computed = counted["updates"], None
+
+
+def _added(name: str, one: Metric, own: list[Counted], told: list[Counted]) -> Counted:
+    """What the metric has after its own and what was told."""
+    everything = [*own, *told]
+    states: dict[str, Any] = {}
+    for state, reduction in one._reductions.items():
+        values = [each["states"][state] for each in everything]
+        if any(isinstance(each, list) for each in values):
+            states[state] = [part for each in values for part in (each if isinstance(each, list) else [each])]
+            continue
+        values = [each.to(one.device) for each in values]
+        if len(values) == 1 or (reduction is dim_zero_mean and all(torch.equal(each, values[0]) for each in values)):
+            states[state] = values[0]
+        elif reduction in _ADD:
+            states[state] = _ADD[reduction](values)
+        elif reduction is dim_zero_mean or own:
+            raise ConfigurationError(
+                f"{name}, a torchmetrics {type(one).__name__}: what several batches give for its state {state!r} cannot be added to one "
+                "(its dist_reduce_fx is no sum, min, max or cat): use it in evaluations alone, or another metric, or evaluate in a loop of "
+                "your own (docs/guides/metrics.md)"
+            )
+        else:
+            stacked = torch.stack(values)
+            states[state] = stacked if reduction is None else reduction(stacked)
+    return {"updates": sum(each["updates"] for each in everything), "states": states}

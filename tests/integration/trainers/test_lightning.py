@@ -3,60 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.integration.trainers.runs import IN_TWO, Alone, finish, run_alone, runs_alone
+
 Shell = Any  # of tests/integration/conftest.py
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "elastic_lightning.py"
 EVALUATIONS = PROGRAM.with_name("lightning_evaluations.py")
-IN_TWO = ("run", "--standalone", "--nproc-per-node", "2")
-DEADLINE_S = 200.0
-"""Three processes import Lightning, and then a fourth."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-Alone = Callable[[str], tuple[dict[str, Any], Path]]
-
-
-def told(output: str) -> list[dict[str, Any]]:
-    """What the processes say that they ended with."""
-    return [json.loads(line.split("told ", 1)[1]) for line in output.splitlines() if "told {" in line]
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     """What one process without a job ends with, by strategy, and the model that it writes."""
-
-    @cache
-    def run(strategy: str) -> tuple[dict[str, Any], Path]:
-        directory = tmp_path_factory.mktemp(strategy)
-        command = [sys.executable, PROGRAM, directory, strategy]
-        ended = subprocess.run(command, check=False, env={**os.environ}, capture_output=True, text=True, timeout=DEADLINE_S)
-        assert ended.returncode == 0, ended.stderr
-        (result,) = told(ended.stdout)
-        return result, directory / "model.ckpt"
-
-    return run
-
-
-def finish(command: Any) -> list[dict[str, Any]]:
-    """Waits for the end of a run, which is a good one."""
-    try:
-        status = command.process.wait(DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        status = None
-    assert status == 0, command.stderr + command.stdout
-    return told(command.stdout)
+    return runs_alone(tmp_path_factory, PROGRAM, "model.ckpt", {})
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
@@ -153,10 +120,8 @@ def test_evaluations_metrics_and_all_that_is_logged_are_those_of_lightnings_own_
 def evaluated_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What Lightning's own strategy makes of the program, and the files that it writes, by name."""
     directory = tmp_path_factory.mktemp("evaluations")
-    command = [sys.executable, EVALUATIONS, directory, "plain"]
-    ended = subprocess.run(command, check=False, env={**os.environ}, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert ended.returncode == 0, ended.stderr
+    result = run_alone(EVALUATIONS, directory, "plain", {})
     written = {path.name: path.read_text().splitlines() for path in directory.glob("*.json")}
     assert len(written) == 6, "five batches of predictions, and all of them"
     logged = (directory / "csv/version_0/metrics.csv").read_text().splitlines()
-    return {"told": told(ended.stdout)[0], "written": written, "logged": logged}
+    return {"told": result, "written": written, "logged": logged}

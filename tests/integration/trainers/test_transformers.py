@@ -2,58 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.integration.trainers.runs import IN_TWO, Alone, finish, runs_alone
+
 Shell = Any  # of tests/integration/conftest.py
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "elastic_transformers.py"
-IN_TWO = ("run", "--standalone", "--nproc-per-node", "2")
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
-DEADLINE_S = 200.0
-"""Three processes import transformers, and then a fourth."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def told(output: str) -> list[dict[str, Any]]:
-    """What the processes say that they ended with."""
-    return [json.loads(line.split("told ", 1)[1]) for line in output.splitlines() if "told {" in line]
-
-
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dict[str, Any], Path]]:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     """What one process without a job ends with, by strategy, and the model that it writes."""
-
-    @cache
-    def run(strategy: str) -> tuple[dict[str, Any], Path]:
-        directory = tmp_path_factory.mktemp(strategy)
-        command = [sys.executable, PROGRAM, directory, strategy]
-        ended = subprocess.run(command, check=False, env={**os.environ, **OFFLINE}, capture_output=True, text=True, timeout=DEADLINE_S)
-        assert ended.returncode == 0, ended.stderr
-        (result,) = told(ended.stdout)
-        return result, directory / "model" / "model.safetensors"
-
-    return run
-
-
-def finish(command: Any) -> list[dict[str, Any]]:
-    """Waits for the end of a run, which is a good one."""
-    try:
-        status = command.process.wait(DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        status = None
-    assert status == 0, command.stderr + command.stdout
-    return told(command.stdout)
+    return runs_alone(tmp_path_factory, PROGRAM, "model/model.safetensors", OFFLINE)
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,9 @@ class ShardedExecution:
         self._order: list[Block] = []
         """Blocks in the order of the last forward pass, for prefetching."""
         self._visited: list[Block] = []
+        self._root_forwards = 0
+        """Forward passes of the root that have begun and not ended: several where a model calls itself, as a LightningModule's
+        `training_step` does."""
         self.pinned = False
         """What is gathered stays until `free_all`."""
         self._in_backward = False
@@ -270,7 +273,7 @@ class ShardedExecution:
             with contextlib.suppress(MembershipChanged):  # between steps there is none to mark as lost
                 self._on_their_way.popleft().wait()
         self._leave_backward()
-        self._visited = []
+        self._visited, self._root_forwards = [], 0
 
     def forget(self) -> None:
         """Waits for what is under way, as `settle` does, and adds nothing up."""
@@ -303,7 +306,9 @@ class ShardedExecution:
     def before_forward(self, block: Block, inputs: Any) -> None:
         """A module that is a block is about to compute."""
         if block is self._root and not self._in_backward:
-            self._visited, self._pass = [], []
+            if self._root_forwards == 0:
+                self._visited, self._pass = [], []
+            self._root_forwards += 1
         self._gather(block.units)
         if self._in_backward:  # recomputed from a checkpoint
             return
@@ -323,6 +328,8 @@ class ShardedExecution:
         is_root = block is self._root
         if self._in_backward:
             return
+        if is_root:
+            self._root_forwards -= 1
         if torch.is_grad_enabled():
             when_gradients_come(output, lambda _: self._before_backward(block), mode="any")
         else:

@@ -1,0 +1,61 @@
+"""Runs of the Trainers' programs, which say as JSON what each process ended with."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+IN_TWO = ("run", "--standalone", "--nproc-per-node", "2")
+DEADLINE_S = 200.0
+"""Three processes import the Trainer's library, and then a fourth."""
+
+Alone = Callable[[str], tuple[dict[str, Any], Path]]
+
+
+def told(output: str) -> list[dict[str, Any]]:
+    """What the processes say that they ended with."""
+    return [json.loads(line.split("told ", 1)[1]) for line in output.splitlines() if "told {" in line]
+
+
+def finish(command: Any) -> list[dict[str, Any]]:
+    """Waits for the end of a run, which is a good one."""
+    try:
+        status = command.process.wait(DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        status = None
+    assert status == 0, command.stderr + command.stdout
+    return told(command.stdout)
+
+
+def run_alone(program: Path, directory: Path, strategy: str, environment: Mapping[str, str]) -> dict[str, Any]:
+    """What one process without a job ends with, which writes into `directory`."""
+    ended = subprocess.run(
+        [sys.executable, program, directory, strategy],
+        check=False,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert ended.returncode == 0, ended.stderr
+    (result,) = told(ended.stdout)
+    return result
+
+
+def runs_alone(factory: pytest.TempPathFactory, program: Path, model: str, environment: Mapping[str, str]) -> Alone:
+    """What one process without a job ends with, by strategy, and the file `model` that it writes; each is run once."""
+
+    @cache
+    def run(strategy: str) -> tuple[dict[str, Any], Path]:
+        directory = factory.mktemp(strategy)
+        return run_alone(program, directory, strategy, environment), directory / model
+
+    return run

@@ -44,7 +44,7 @@ async def _serve(settings: PsServerSettings) -> None:
     # Only now: they bring torch, and --help or a wrong flag need not wait for it.
     import torch
 
-    from shoal_ps_server.server import serve
+    from shoal_ps_server.serving import serve
     from shoal_ps_server.shard.runs import warm_up
 
     torch.set_num_threads(settings.threads)

@@ -17,13 +17,13 @@ import logging
 import math
 import os
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry
-from shoal_common.errors import ConfigurationError, CorruptDataError, InternalError, InvalidRequestError, UnavailableError
+from shoal_common.errors import ConfigurationError, InternalError, UnavailableError
 from shoal_common.failpoints import failpoint
 from shoal_common.rpc.server import RpcServer, ServerSettings
 from shoal_common.runs import Run
@@ -36,7 +36,6 @@ from shoal_ps_server.consistency.membership import Membership
 from shoal_ps_server.metrics import Metrics
 from shoal_ps_server.replication.giving import Giver
 from shoal_ps_server.replication.primary import Backup
-from shoal_ps_server.replication.standby import Standby
 from shoal_ps_server.replication.taking import Receiver
 from shoal_ps_server.service.bulk import BulkServer
 from shoal_ps_server.service.descriptors import BulkShare
@@ -51,70 +50,19 @@ from shoal_ps_server.service.standing import Standing
 from shoal_ps_server.service.tickets import Tickets
 from shoal_ps_server.service.transfers import Transfers
 from shoal_ps_server.service.whole_buckets import WholeBuckets
-from shoal_ps_server.session import AnotherRunError, CoordinatorSession, Known, MoveOrder, Place, Registration, this_process
+from shoal_ps_server.session import CoordinatorSession, Known, MoveOrder, Place, Registration, this_process
 from shoal_ps_server.settings import PsServerSettings
 from shoal_ps_server.shard.layout import Layout
 from shoal_ps_server.shard.payload import Upload
-from shoal_ps_server.shard.shard import Outcome, Shard
+from shoal_ps_server.shard.shard import Outcome
 from shoal_ps_server.storage.changes import Changes
 from shoal_ps_server.storage.directory import DataDirectory
 from shoal_ps_server.storage.image import Members, ServerState
 from shoal_ps_server.storage.journal import Journal
 from shoal_ps_server.storage.keeper import SnapshotKeeper
-from shoal_ps_server.storage.moves import Moves
 from shoal_ps_server.storage.recovery import Recovered
 
 logger = logging.getLogger(__name__)
-
-
-async def serve(settings: PsServerSettings, stop: asyncio.Event) -> None:
-    """Runs one server until `stop` is set or the job is over: as a primary or as a backup, in turn, as the coordinator says.
-
-    Raises as `ParameterServer.run` and `Standby.run`; CorruptDataError and ConfigurationError for what its data directory holds.
-    """
-    with ExitStack() as stack:
-        directory = None if settings.data_dir is None else stack.enter_context(DataDirectory(settings.data_dir))
-        while True:
-            try:
-                return await _serve_run(settings, directory, stop)
-            except AnotherRunError as error:
-                logger.warning(
-                    "what this server holds is set aside, and it begins anew", extra={"why": error, "where": _set_aside(directory)}
-                )
-
-
-def _set_aside(directory: DataDirectory | None) -> str:
-    """Where it is, for people."""
-    if directory is None:
-        return "nowhere: it has no data directory"
-    folder = directory.set_aside()
-    return "nowhere: it held nothing" if folder is None else str(folder)
-
-
-async def _serve_run(settings: PsServerSettings, directory: DataDirectory | None, stop: asyncio.Event) -> None:
-    """With what is of one run of the job. Raises AnotherRunError when that is over, and as `serve`."""
-    recovered = _with_nothing() if directory is None else await _recover(settings, directory, stop)
-    while recovered is not None and await ParameterServer(settings, directory, recovered).run(stop):
-        assert directory is not None, "a server without one refuses to be in a job with backups"
-        recovered = await Standby(settings, directory).run(stop)
-
-
-async def _recover(settings: PsServerSettings, directory: DataDirectory, stop: asyncio.Event) -> Recovered | None:
-    """What this server held. What cannot be read is no loss where the coordinator says that this server is a backup: it gets all anew from
-    its primary then. None: `stop` was set, or the job is over. Raises as `serve`."""
-    try:
-        return directory.recover(job_id=settings.job, server_id=settings.server_id)
-    except CorruptDataError as unreadable:
-        logger.error("the data directory cannot be read; asking the coordinator whether this is a backup", extra={"error": unreadable})
-        try:
-            return await Standby(settings, directory).run(stop)
-        except InvalidRequestError as error:  # one that serves nobody has no business in a job without backups
-            raise unreadable from error
-
-
-def _with_nothing() -> Recovered:
-    shard = Shard()
-    return Recovered(shard=shard, moves=Moves(shard))
 
 
 class ParameterServer:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -115,7 +115,7 @@ class FakeNCCL(PythonGroup):
                 if time.monotonic() > deadline:
                     raise dist.DistBackendError("NCCL timeout in: NCCLUtils.cpp:139")
                 self._machine.look()
-                time.sleep(0.001)
+                time.sleep(0.001)  # torch polls NCCL, too, and holds its lock
         if communicator.refused is not None:
             raise dist.DistBackendError(
                 "NCCL error in: NCCLUtils.cpp:77, invalid usage, NCCL version 2.29.7\nncclInvalidUsage: This usually reflects invalid "
@@ -172,7 +172,8 @@ class FakeNCCL(PythonGroup):
 class FakeCuda(CudaDevice):
     """One rank's device; its number is its identity."""
 
-    kind = "cpu"  # type: ignore[assignment, misc]  # where the stand-in's tensors live
+    kind: ClassVar[str] = "cpu"
+    """Where the stand-in's tensors live."""
 
     def __init__(self, machine: Machine, number: int) -> None:
         self.machine, self.number = machine, number
@@ -197,7 +198,8 @@ class FakeCuda(CudaDevice):
         return _Made(self)
 
     def _grouped(self, native: Any, store: Store, rank: int, size: int) -> dist.ProcessGroup:
-        return native  # type: ignore[no-any-return]
+        assert isinstance(native, dist.ProcessGroup)
+        return native
 
 
 class _Made:

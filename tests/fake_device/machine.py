@@ -48,7 +48,7 @@ class Kernel:
     exception: str | None = None
     """What the watchdog has put on its work."""
     ended: bool = False
-    """Its end event: it reads and writes nothing any more."""
+    """The kernel's end event has come: it reads and writes nothing any more."""
 
     @property
     def outputs(self) -> list[torch.Tensor]:
@@ -202,7 +202,7 @@ class Machine:
             if time.monotonic() > deadline:
                 raise AssertionError(f"waited {_PATIENCE_S:g} s for {what}")
             self.look()
-            time.sleep(_PAUSE_S)
+            time.sleep(_PAUSE_S)  # other hosts are threads of this process
 
     def check(self, device: int) -> None:
         """Raises what CUDA raises at every call once a device has failed."""
@@ -219,7 +219,7 @@ class Machine:
             kernel.stream.communicator.look()
 
     def begin_abort(self, stream: Stream) -> None:
-        """From now on nothing of the stream completes; some looks later all of it has ended."""
+        """Aborts a stream: from now on nothing of it completes, and some looks later all of it has ended."""
         with self.lock:
             if stream.aborting:
                 return
@@ -232,7 +232,7 @@ class Machine:
                 self.after(looks + self.delay(), lambda: self._end_abort(stream))
 
     def release_aborts(self) -> None:
-        """Those that were held come to their ends."""
+        """Lets aborts come to their ends that `aborts_held` has held up."""
         self.aborts_held = False
         for stream in self.streams:
             if stream.aborting:
@@ -258,7 +258,7 @@ class Machine:
 
 
 def _copied(call: Collective) -> Collective:
-    """With memory of its own; what is reduced in place stays in place."""
+    """Returns a collective with copies of the tensors; one that is reduced in place has one copy for input and output."""
     inputs = [each.detach().clone() for each in call.inputs]
     outputs = inputs if call.outputs is call.inputs else [each.detach().clone() for each in call.outputs]
     return Collective(kind=call.kind, inputs=inputs, outputs=outputs, op=call.op, root=call.root, result=call.result)

@@ -23,6 +23,7 @@ from shoal_worker.torch_internals import AllreduceOptions
 
 from tests.fake_device.library import FakeCuda, in_threads
 from tests.fake_device.machine import Machine
+from tests.zygote.children import eventually
 
 _PATIENCE = timedelta(seconds=120)
 _ROUNDS = 20
@@ -49,7 +50,7 @@ def device(request: pytest.FixtureRequest) -> Callable[[], CudaDevice]:
 
 @pytest.fixture(params=[pytest.param(lambda: CudaDevice, id="cuda", marks=needs_device)])
 def real_device(request: pytest.FixtureRequest) -> Callable[[], CudaDevice]:
-    """As `device`, on a device alone."""
+    """Makes CUDA devices that are all the same one; without the stand-in, which computes nothing."""
     made: Callable[[], CudaDevice] = request.param()
     return made
 
@@ -141,10 +142,7 @@ def test_groups_that_come_and_go_leave_no_threads(device: Callable[[], CudaDevic
         backend = alone(device())
         backend.all_reduce(on(backend, torch.ones(8)))
         backend.shutdown()
-    deadline = time.monotonic() + 60
-    while threading.active_count() > before:
-        assert time.monotonic() < deadline, [thread.name for thread in threading.enumerate()]
-        time.sleep(0.01)
+    eventually(lambda: threading.active_count() <= before, lambda: f"threads to end: {[each.name for each in threading.enumerate()]}")
 
 
 # --- on a device alone

@@ -60,6 +60,7 @@ from typing import Any
 
 import shoal_ps_server.__main__
 import shoal_ps_server.server
+import shoal_ps_server.serving
 import shoal_ps_server.storage.recovery
 import shoal_worker.asynchronous.job
 import torch
@@ -387,9 +388,9 @@ def serve(arguments: Sequence[str]) -> int:
     reached_at = os.environ[REACHED_AT]
     recorder.write("starts", pid=os.getpid(), address=reached_at)
     shard = recording_shard(recorder)
-    for module in (shoal_ps_server.server, shoal_ps_server.storage.recovery):
+    for module in (shoal_ps_server.server, shoal_ps_server.serving, shoal_ps_server.storage.recovery):
         module.Shard = shard
     shoal_ps_server.server.Membership = recording_membership(recorder)
-    shoal_ps_server.server.ParameterServer = recording_server(recorder)
+    shoal_ps_server.serving.ParameterServer = recording_server(recorder)
     PsServerSettings.advertised = lambda settings, port: reached_at
     return shoal_ps_server.__main__.main(arguments)

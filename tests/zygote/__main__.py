@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import shoal_coordinator.__main__
 import shoal_coordinator.server
 import shoal_ps_server.__main__
-import shoal_ps_server.server
+import shoal_ps_server.serving
 import torch
 import torch.optim.lr_scheduler
 

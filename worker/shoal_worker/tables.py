@@ -26,6 +26,8 @@ from shoal_common.tables.wire import combined
 from torch import nn
 from torch.nn import functional
 
+from shoal_worker.torch_internals import uncompiled
+
 _FULL_BUCKET_BYTES: Final = 64 << 20
 """What a bucket of a table with a known number of rows may grow to, where there is a choice."""
 _FEWEST_BUCKETS: Final = 4
@@ -263,7 +265,7 @@ class SparseEmbedding(nn.Module):
 
     # -------------------------------------------------------------------------------------------------------------------- lookups
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def _look_up(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows of a batch, each once, and for each id the place of its row."""
         unique, places = self._checked(ids).unique(return_inverse=True)

@@ -7,7 +7,7 @@ version at once, not by an AttributeError in the middle of a step. `make test-to
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch.distributed import distributed_c10d as c10d
@@ -98,7 +98,13 @@ __all__ = [
     "native_collective",
     "pytree",
     "stage_backwards",
+    "uncompiled",
 ]
+
+
+_FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
+uncompiled: Callable[[_FunctionT], _FunctionT] = torch.compiler.disable
+"""Decorates functions that torch.compile is to leave as they are. torch's own decorator has no types."""
 
 
 def native_collective(group: c10d.ProcessGroup, name: str) -> Callable[..., Work]:

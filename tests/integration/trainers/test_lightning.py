@@ -102,7 +102,7 @@ def nearly(value: Any) -> Any:
 def test_evaluations_metrics_and_all_that_is_logged_are_those_of_lightnings_own_strategy(
     shell: Shell, evaluated_alone: dict[str, Any], strategy: str, mode: str
 ) -> None:
-    """As in one process without Shoal, also where a worker is killed in a training step, or in the middle of a test."""
+    """All of it is what one process without Shoal gives, also where a worker is killed in a training step, or in the middle of a test."""
     directory = shell.directory / "run"
     command = shell.start(*IN_TWO, "--max-restarts", "0", EVALUATIONS, directory, strategy, mode)
     results = finish(command)

@@ -2,109 +2,38 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-import json
-import shutil
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.torch
 import shoal_worker.api as shoal
 import torch
 from shoal.parameter_servers import ModelReader
 from shoal_common.clients import ParameterServerClient
-from shoal_common.errors import ConfigurationError, CorruptDataError, DeadlineError, InvalidRequestError, LimitError, PreconditionError
+from shoal_common.errors import ConfigurationError, DeadlineError, InvalidRequestError, LimitError, PreconditionError
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_worker.asynchronous import row_reader, tables
-from shoal_worker.checkpoint import manifest
 from shoal_worker.elastic.session import Session
-from shoal_worker.tables import SparseEmbedding, SparseEmbeddingBag
 from torch import nn
 
 from tests.integration.worker_async.async_cluster import AsyncCluster, Server
+from tests.integration.worker_async.recommenders import (
+    IDS,
+    batches,
+    begin_step,
+    dense_twin,
+    distributed,
+    rows_of,
+    sparse,
+    train,
+    versions,
+)
 from tests.zygote.children import eventually
 
 Make = Callable[..., AsyncCluster]
-DIM = 8
-IDS = 200
-
-
-class Recommender(nn.Module):
-    """Two tables and a dense part."""
-
-    def __init__(self, users: nn.Module, words: nn.Module) -> None:
-        super().__init__()
-        self.users = users
-        self.words = words
-        self.out = nn.Linear(2 * DIM, 1)
-
-    def forward(self, users: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-        return self.out(torch.cat([self.users(users), self.words(words)], dim=1)).squeeze(1)
-
-
-def sparse(num_embeddings: int | None = IDS, **options: Any) -> Recommender:
-    torch.manual_seed(0)
-    users = SparseEmbedding(num_embeddings, DIM, name="users", optimizer=partial(torch.optim.Adagrad, lr=0.1), scale=0.5, **options)
-    words = SparseEmbeddingBag(
-        num_embeddings, DIM, name="words", mode="sum", optimizer=partial(torch.optim.SparseAdam, lr=0.01), seed=1, buckets=3
-    )
-    return Recommender(users, words)
-
-
-def dense_twin(model: Recommender) -> tuple[Recommender, list[torch.optim.Optimizer]]:
-    """The same model with torch's embeddings, and torch's optimizers for each part."""
-    ids = torch.arange(IDS)
-    with torch.no_grad():
-        users = nn.Embedding(IDS, DIM, sparse=True, _weight=model.users(ids))
-        words = nn.EmbeddingBag(IDS, DIM, mode="sum", sparse=True, _weight=model.words(ids.unsqueeze(1)))
-    twin = Recommender(users, words)
-    twin.out = copy.deepcopy(model.out)
-    optimizers = [
-        torch.optim.Adagrad(users.parameters(), 0.1),
-        torch.optim.SparseAdam(list(words.parameters()), 0.01),
-        torch.optim.SGD(twin.out.parameters(), 0.1),
-    ]
-    return twin, optimizers
-
-
-def batches(count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(count):
-        users, words = torch.randint(0, IDS, (16,), generator=generator), torch.randint(0, IDS, (16, 3), generator=generator)
-        yield users, words, ((users + words.sum(1)) % 2).float()
-
-
-def distributed(net: nn.Module, **options: Any) -> tuple[Any, Any]:
-    return shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy="async_sgd", **options)
-
-
-def train(model: Any, optimizers: list[Any], count: int = 8) -> None:
-    for users, words, labels in batches(count):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        nn.functional.binary_cross_entropy_with_logits(model(users, words), labels).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-
-
-def begin_step(model: Any) -> None:
-    """A forward pass of which nothing comes."""
-    model(torch.tensor([0]), torch.tensor([[0]]))
-
-
-def rows_of(net: Recommender) -> tuple[torch.Tensor, torch.Tensor]:
-    with torch.no_grad():
-        return net.users(torch.arange(IDS)), net.words(torch.arange(IDS).unsqueeze(1))
-
-
-def versions(running: AsyncCluster) -> set[int]:
-    return {partition.version for server in running.servers for partition in server.look().partitions}
 
 
 @pytest.fixture
@@ -381,117 +310,6 @@ def test_rows_beyond_what_one_request_may_ask_for_come_in_several(session: Sessi
     monkeypatch.setattr(row_reader, "_MOST_IDS", 64)
     assert torch.equal(net.users(ids), whole)
     assert torch.equal(whole, sparse(None).users(ids))
-
-
-def another(cluster: Make, tmp_path: Path, **settings: Any) -> AsyncCluster:
-    """One with servers that have nothing."""
-    directory = tmp_path / "another"
-    directory.mkdir()
-    return cluster(directory=directory, **settings)
-
-
-def test_a_checkpoint_has_the_rows_and_makes_the_servers_write_theirs(cluster: Make, tmp_path: Path) -> None:
-    running = cluster(servers=2)
-    with running.member():
-        net = sparse()
-        model, optimizer = distributed(net)
-        train(model, [optimizer], 2)
-        users, words = rows_of(net)
-        shoal.save_checkpoint(tmp_path / "checkpoint")
-        shoal.shutdown()
-    assert set(shoal.load_full_state(tmp_path / "checkpoint")) == {"out.weight", "out.bias"}
-    assert all(list(server.data.glob("snapshot*")) for server in running.servers)
-    for name, buckets, rows in (("users", 4, users), ("words", 3, words)):
-        files = sorted((tmp_path / "checkpoint" / "step-2").glob(f"rows-{name}-*.safetensors"))
-        assert len(files) == buckets
-        loaded = [safetensors.torch.load_file(file) for file in files]
-        ids = torch.cat([each["ids"] for each in loaded])
-        assert len(ids) == len(ids.unique()) > 20
-        assert torch.equal(torch.cat([each["rows"] for each in loaded]), rows[ids])
-
-
-def test_fresh_servers_get_rows_and_state_of_the_checkpoint_and_go_on_to_the_last_bit(cluster: Make, tmp_path: Path) -> None:
-    """`train` takes the same eight steps each time."""
-    with cluster(servers=1).member():
-        net = sparse()
-        model, optimizer = distributed(net)
-        train(model, [optimizer])
-        shoal.save_checkpoint(tmp_path / "checkpoint")
-        eventually((tmp_path / "checkpoint" / "step-8").exists, "the checkpoint, which is written beside the training")
-        then = rows_of(net)
-        train(model, [optimizer])
-        through = [*rows_of(net), net.out.weight.detach().clone()]
-        shoal.shutdown()
-    running = another(cluster, tmp_path, servers=2)
-    with running.member():
-        again = sparse()
-        model, optimizer = distributed(again)
-        assert shoal.resume(tmp_path / "checkpoint")
-        assert all(map(torch.equal, rows_of(again), then))  # before the first step, too
-        train(model, [optimizer])
-        assert all(map(torch.equal, [*rows_of(again), again.out.weight], through))
-        assert versions(running) == {9, 17}  # of what is dense the servers count anew
-        shoal.shutdown()
-
-
-def test_servers_that_have_rows_keep_them(cluster: Make, tmp_path: Path) -> None:
-    running = cluster(servers=1)
-    with running.member() as first:
-        net = sparse()
-        model, optimizer = distributed(net)
-        train(model, [optimizer], 2)
-        shoal.save_checkpoint(tmp_path / "checkpoint")
-        train(model, [optimizer], 3)
-        newest = rows_of(net)
-        first.close(failed="the job is to go on without this worker")
-    with running.member():
-        again = sparse()
-        model, optimizer = distributed(again)
-        assert shoal.resume(tmp_path / "checkpoint")
-        begin_step(model)
-        assert all(map(torch.equal, rows_of(again), newest))
-        shoal.shutdown()
-
-
-def test_a_checkpoint_without_a_table_or_with_one_of_another_kind_is_refused(cluster: Make, tmp_path: Path) -> None:
-    with cluster(servers=1, keeps_data=False).member():
-        net = sparse(buckets=2)
-        model, optimizer = distributed(net)
-        train(model, [optimizer], 2)
-        shoal.save_checkpoint(tmp_path / "checkpoint")
-        shoal.shutdown()
-    running = another(cluster, tmp_path, servers=1, keeps_data=False)
-    with running.member():
-        distributed(sparse(max_rows=100, buckets=2))
-        for change, said in (
-            ({"spec": {"seed": 3}}, "table 'users' with seed=3, the model declares 0"),
-            ({"embedding_dim": 4}, "table 'users' with embedding_dim=4, the model declares 8"),
-            ({"num_embeddings": 300}, "table 'users' with num_embeddings=300, the model declares 200, which leaves ids out"),
-            ({"num_embeddings": None}, "table 'users' with num_embeddings=None, the model declares 200"),
-            ({"spec": {"optimizer": "sparse_adam"}}, "the state of sparse_adam, the model declares adagrad"),
-            (None, "no rows of table 'users', which the model has"),
-        ):
-            rewrite(tmp_path / "checkpoint" / "step-2", change)
-            with pytest.raises(CorruptDataError, match=said):
-                shoal.resume(tmp_path / "checkpoint")
-        assert versions(running) <= {0, 1}
-
-
-def rewrite(checkpoint: Path, change: dict[str, Any] | None) -> None:
-    """Declares the table of users otherwise than it was saved; None: leaves it out."""
-    original = checkpoint.parent / "original.json"
-    if not original.exists():
-        shutil.copy(checkpoint / "checkpoint.json", original)
-    content = json.loads(original.read_text())
-    if change is None:
-        del content["rows"]["users"]
-    else:
-        declared = content["rows"]["users"]["declared"]
-        declared["spec"] |= change.get("spec", {})
-        declared |= {name: value for name, value in change.items() if name != "spec"}
-    info = manifest.CheckpointInfo(**content.pop("info"))
-    rest = {name: value for name, value in content.items() if name not in ("format", "version", "xxh3_64", "layout")}
-    manifest.write_manifest(checkpoint, info, content["layout"], **rest)
 
 
 def test_a_model_that_is_read_has_no_tables(session: Session, running: AsyncCluster) -> None:

@@ -98,7 +98,7 @@ shards = shoal.ShardedStream([1, 16, 1], lambda shard: ([1.0] for _ in range(sha
 loader = shoal.ElasticDataLoader(shards, global_batch_size=2, train=False, collate_fn=torch.tensor)
 
 def sums(model, batch):
-    time.sleep(0.5)
+    time.sleep(0.5)  # a shard takes longer than a collective may
     return {"items": float(len(batch))}
 
 print(f"found {shoal.evaluate(model, loader, sums)['items']:.0f} on {shoal.world_size()}", flush=True)

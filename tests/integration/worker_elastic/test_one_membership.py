@@ -17,11 +17,12 @@ from shoal_common.clients import CoordinatorClient
 from shoal_common.errors import ConfigurationError, DeadlineError, InternalError, MembershipChanged, PreconditionError, ShoalError
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2 as pb
-from shoal_worker.backends.base import CommunicationBackend, Waits
+from shoal_worker.backends.base import CommunicationBackend
 from shoal_worker.backends.gloo.backend import GlooBackend
+from shoal_worker.backends.waits import Waits
 from shoal_worker.elastic import membership, waiting
-from shoal_worker.elastic.generation import Generation, Peer
-from shoal_worker.elastic.link import CoordinatorLink, MemberIdentity
+from shoal_worker.elastic.generation import Generation, MemberIdentity, Peer
+from shoal_worker.elastic.link import CoordinatorLink
 from shoal_worker.elastic.loader_interface import Drained, StopTraining
 from shoal_worker.elastic.member import LeaveReason
 from shoal_worker.elastic.membership import Membership, connect

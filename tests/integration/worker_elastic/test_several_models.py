@@ -2,6 +2,8 @@
 
 import json
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -103,15 +105,22 @@ def test_a_worker_killed_between_two_updates_costs_the_others_nothing(
     run_with_a_fault(zygote, tmp_path, alone, failpoint, EVERY=every, **layout(strategy))
 
 
+@contextmanager
+def four(zygote: Zygote, directory: Path, every: str, strategy: str, failpoint: str) -> Iterator[Cluster]:
+    """Four workers, the second of which comes to the failpoint."""
+    settings = {"EPOCHS": str(EPOCHS), "EVERY": every, **layout(strategy)}
+    with cluster(zygote, directory, max_workers=4, script=SCRIPT, **settings) as running:
+        for index in range(4):
+            running.start(index, **({"SHOAL_FAILPOINTS": failpoint} if index == 1 else {}))
+        yield running
+
+
 @pytest.mark.parametrize(("strategy", "failpoint"), cases("kill", [*IN_PARTS], MOMENTS))
 def test_another_replica_outlives_a_worker_killed_between_two_updates(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str, failpoint: str
 ) -> None:
-    """Of the three that are left two hold the models; the third is a spare, and says nothing of them."""
-    settings = {"EPOCHS": str(EPOCHS), "EVERY": every, **layout(strategy)}
-    with cluster(zygote, tmp_path, max_workers=4, script=SCRIPT, **settings) as running:
-        for index in range(4):
-            running.start(index, **({"SHOAL_FAILPOINTS": failpoint} if index == 1 else {}))
+    """When one of four ranks dies, two of the three that are left hold the models; the third is a spare, and says nothing of them."""
+    with four(zygote, tmp_path, every, strategy, failpoint) as running:
         results = running.finish(0, 2, 3, may_end_well=True)
         assert len(results) == 2
         check_same_run(results, alone, running)
@@ -124,10 +133,7 @@ def test_another_replica_outlives_a_worker_killed_between_two_updates(
 def test_a_rank_of_a_replica_that_lost_its_group_does_what_its_peers_did(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str, failpoint: str
 ) -> None:
-    settings = {"EPOCHS": str(EPOCHS), "EVERY": every, **layout(strategy)}
-    with cluster(zygote, tmp_path, max_workers=4, script=SCRIPT, **settings) as running:
-        for index in range(4):
-            running.start(index, **({"SHOAL_FAILPOINTS": failpoint} if index == 1 else {}))
+    with four(zygote, tmp_path, every, strategy, failpoint) as running:
         check_same_run(running.finish(0, 1, 2, 3), alone, running)
 
 

@@ -103,7 +103,7 @@ def test_stages_lie_in_rounds_or_forth_and_back_and_forward_passes_go_breadth_fi
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("micro_batches", [1, 8])
 def test_messages_need_no_buffer_and_one_queue_on_each_rank(name: str, ranks: int, micro_batches: int) -> None:
-    """As on one NCCL communicator: a rank's messages run in the order in which it issues them, each when its other side is at it."""
+    """On one NCCL communicator a rank's messages run in the order in which it issues them, each when its other side is at it."""
     schedule = _made(name, ranks, micro_batches)
     queues = [[action for action in actions if action.kind not in _COMPUTES] for actions in schedule.actions]
     while any(queues):

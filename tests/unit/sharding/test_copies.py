@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from shoal_worker.elastic.group import LocalChannel
+from shoal_worker.elastic.channel import LocalChannel
 from shoal_worker.engine.holders import Claim, SendingTurns, ShardHolders, ShardsLostError, newest_complete, plan_copies
 from shoal_worker.sharding.layout import Division
 from shoal_worker.sharding.resharding import MOST_COPIES, WHOLE, Cut, RankShards, division_cut, held_of, merge_copies, newest_of, rows_of

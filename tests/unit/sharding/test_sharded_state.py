@@ -11,8 +11,8 @@ import pytest
 import shoal
 import torch
 from shoal_common.errors import ConfigurationError
+from shoal_worker.elastic.channel import LocalChannel
 from shoal_worker.elastic.generation import topology_of
-from shoal_worker.elastic.group import LocalChannel
 from shoal_worker.engine.parameter_groups import by_bytes
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.layout import buddy_stride

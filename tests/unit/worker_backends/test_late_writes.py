@@ -14,9 +14,10 @@ from typing import Any, cast
 import pytest
 import torch
 from shoal_common.errors import MembershipChanged
-from shoal_worker.backends.base import GroupEndedError, Waits
+from shoal_worker.backends.base import GroupEndedError
 from shoal_worker.backends.gloo.sockets import GroupSockets, listeners
 from shoal_worker.backends.gloo.works import InterruptibleWork, end_works
+from shoal_worker.backends.waits import Waits
 from shoal_worker.replicated.buckets import Flight
 
 _NAME_OF_GLOOS_THREADS = b"pt_gloo_runloop"

@@ -19,6 +19,7 @@ from shoal_worker.torch_internals import AllreduceOptions
 
 from tests.fake_device.library import FakeCuda, in_threads
 from tests.fake_device.machine import Machine
+from tests.zygote.children import eventually
 
 _PATIENCE = timedelta(seconds=60)
 _SHORT = timedelta(seconds=0.2)
@@ -323,9 +324,8 @@ def test_a_debug_level_that_lets_the_watchdog_kill_is_refused() -> None:
         dist.set_debug_level(level)
 
 
-def test_without_nccl_it_says_so() -> None:
-    if dist.is_nccl_available():
-        pytest.skip("this torch has NCCL")
+def test_without_nccl_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)  # some builds of torch have it
     with pytest.raises(ConfigurationError, match="built without NCCL"):
         NCCLBackend()
 
@@ -362,8 +362,8 @@ def test_a_library_that_does_not_connect_is_given_up_and_leaves_nothing() -> Non
 
     for given_up in in_threads([lambda rank=rank: connect(rank) for rank in range(2)]):
         assert isinstance(given_up, DeadlineError | MembershipChanged)
-    wait_until(lambda: all(stream.aborted for stream in ranks.machine.streams))
-    wait_until(lambda: not (nccl_threads() - before))
+    eventually(lambda: all(stream.aborted for stream in ranks.machine.streams), "all streams to be aborted")
+    eventually(lambda: not (nccl_threads() - before), "threads of NCCL to end")
 
 
 def test_connecting_ends_at_once_when_it_is_given_up() -> None:
@@ -381,21 +381,14 @@ def test_connecting_ends_at_once_when_it_is_given_up() -> None:
         raise AssertionError("connected")
 
     def give_up() -> float:
-        wait_until(lambda: len(ranks.machine.streams) == 2)
+        eventually(lambda: len(ranks.machine.streams) == 2, "both ranks to connect")
         backends[0].abort("superseded")
         return time.monotonic()
 
     here, there, given_up = in_threads([lambda: connect(0), lambda: connect(1), give_up])
     assert here - given_up < 3
     assert there - given_up < 3
-    wait_until(lambda: not (nccl_threads() - before))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    eventually(lambda: not (nccl_threads() - before), "threads of NCCL to end")
 
 
 def nccl_threads() -> set[threading.Thread]:

@@ -26,7 +26,7 @@ _WORLD = 4
 
 
 def model_with_rows(*, sparse: bool) -> nn.Module:
-    """Of whose rows few are used in a step."""
+    """Returns a network that begins with an embedding; few of its rows are used in a step."""
     return nn.Sequential(
         nn.Embedding(20, 8, sparse=sparse), nn.Linear(8, 16), nn.Tanh(), *(nn.Linear(16, 16) for _ in range(5)), nn.Linear(16, 1)
     )

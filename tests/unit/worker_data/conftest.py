@@ -151,6 +151,14 @@ class Rank:
         with self.session.current():
             return self.loader.committed(self.session.placement)
 
+    def rest_of_first_epoch(self, most=None):
+        """Takes and commits the steps of the first epoch that are left, or so many; returns what each had."""
+        taken = []
+        while self.loader.epoch == 0 and (most is None or len(taken) < most):
+            taken.append(self.take())
+            self.commit()
+        return taken
+
 
 @pytest.fixture
 def session():

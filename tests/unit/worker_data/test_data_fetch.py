@@ -3,8 +3,6 @@
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -16,6 +14,8 @@ from shoal_worker.data.loader import ElasticDataLoader
 from shoal_worker.elastic.loader_interface import Placement
 from shoal_worker.randomness import seed_generators
 from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker_info
+
+from tests.unit.worker_data.killed_ranks import assert_workers_die_with
 
 
 class Noisy(Dataset):
@@ -221,19 +221,7 @@ time.sleep(60)
 
 def test_data_workers_die_at_once_with_a_killed_rank():
     """Else they would keep its sockets open, and its peers waiting."""
-    process = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout.readline().strip() == "ready"
-        workers = [
-            child for child in psutil.Process(process.pid).children(recursive=True) if "resource_tracker" not in " ".join(child.cmdline())
-        ]
-        assert len(workers) >= 2
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-    _, alive = psutil.wait_procs(workers, timeout=30)  # they would wait for batches to make for ever
-    assert not alive
+    assert_workers_die_with(KILLED)  # they would wait for batches to make for ever
 
 
 class WorkerFacts(Dataset):

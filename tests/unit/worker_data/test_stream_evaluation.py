@@ -1,5 +1,6 @@
 """How a stream's batches are dealt for evaluation: each counts once, whatever dies on the way, and as few ranks as can be read a shard."""
 
+import functools
 import itertools
 import json
 import random
@@ -22,10 +23,10 @@ def test_each_item_counts_once_though_ranks_die_at_any_batch(seed):
     size, world = draw.randint(1, 5), draw.randint(1, 5)
     if seed % 3 == 0:
         lengths = [draw.randint(0, 40)]
-        make = lambda: Numbers(lengths[0], 1)  # noqa: E731
+        make = functools.partial(Numbers, lengths[0], 1)
     else:
         lengths = [draw.choice([0, 1, 3, 10, 25]) for _ in range(draw.randint(1, 8))]
-        make = lambda: shards_of(lengths)  # noqa: E731
+        make = functools.partial(shards_of, lengths)
     ranks = [(batches_of(make(), size), {}) for _ in range(world)]
     while True:
         dies = draw.randrange(len(ranks)) if len(ranks) > 1 and draw.random() < 0.7 else None

@@ -47,15 +47,6 @@ def rank_of(make_rank, stream, state, **options):
     )
 
 
-def epoch_of(rank, steps=None):
-    """The texts of each step, of the first epoch's rest or so many."""
-    taken = []
-    while rank.loader.epoch == 0 and (steps is None or len(taken) < steps):
-        taken.append(rank.take())
-        rank.commit()
-    return taken
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_shards_of_a_stream_are_sought_in(files, make_rank, caplog, workers):
     def rank(state=None):
@@ -64,15 +55,15 @@ def test_shards_of_a_stream_are_sought_in(files, make_rank, caplog, workers):
         shards = shoal.ShardedStream(range(4), lambda number: rows.shard(num_shards=4, index=number))
         return rank_of(make_rank, shards, state, micro_batch_size=4, num_workers=workers)
 
-    whole = epoch_of(rank())
+    whole = rank().rest_of_first_epoch()
     assert sorted(row for step in whole for row in step) == sorted(row["text"] for row in streamed(files, "jsonl"))
     first = rank()
-    begun = epoch_of(first, steps=3)
+    begun = first.rest_of_first_epoch(3)
     state = json.loads(json.dumps(first.loader.state_dict()))
     assert all(place[4] for place in state["stream"]["lanes"]), "the shards' readers have no state"
     first.iterator.close()
     first.loader._supply._close_readers()  # its threads would be left running
-    assert begun + epoch_of(rank(state)) == whole
+    assert begun + rank(state).rest_of_first_epoch() == whole
     assert "passed over" not in caplog.text
     assert "passes over" not in caplog.text
 
@@ -83,14 +74,14 @@ def test_a_stream_goes_on_where_it_was_and_each_row_comes_once(files, make_rank,
         stream = streamed(files, kind)
         return rank_of(make_rank, stream, state, num_workers=int("worker" in kind))
 
-    whole = epoch_of(rank())
+    whole = rank().rest_of_first_epoch()
     assert sorted(row for step in whole for row in step) == sorted(row["text"] for row in streamed(files, kind))
     first = rank()
-    begun = epoch_of(first, steps=3)
+    begun = first.rest_of_first_epoch(3)
     state = json.loads(json.dumps(first.loader.state_dict()))
     first.iterator.close()
     first.loader._supply._close()  # its threads would be left running
-    rest = epoch_of(rank(state))
+    rest = rank(state).rest_of_first_epoch()
     assert begun + rest == whole
     assert ("leads to another item" in caplog.text) == (kind == "shuffled"), "what is in a shuffle buffer is in no state_dict"
 

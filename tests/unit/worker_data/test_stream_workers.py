@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import psutil
@@ -19,8 +18,10 @@ from shoal_worker.data.sources import Sources
 from shoal_worker.elastic.loader_interface import Placement
 from torch.utils.data import get_worker_info
 
+from tests.unit.worker_data.killed_ranks import assert_workers_die_with
 from tests.unit.worker_data.sources import Forgetful, Numbers, Seeking
 from tests.unit.worker_data.test_stream_world import shards_of, shards_read_by
+from tests.zygote.children import eventually
 
 ALONE = Placement(generation=1, rank=0, world_size=1)
 
@@ -36,7 +37,7 @@ def workers_of_other_tests():
 
 
 def workers_of_this_test():
-    """Its living data workers; other children, such as the zygote, are not looked at."""
+    """Returns the living data workers of the test that calls it. Other children, such as the zygote, are not looked at."""
     return [psutil.Process(each.pid) for each in multiprocessing.active_children() if each.pid not in _of_others]
 
 
@@ -112,10 +113,7 @@ def test_a_data_worker_reads_ahead_while_the_rank_trains(session, tmp_path):
     loader = shoal.ElasticDataLoader(Noting(1000), global_batch_size=10, num_workers=1)
     iterator = iter(loader)
     next(iterator)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "20").exists():  # a step, one item, and a step ahead
-        assert time.monotonic() < deadline, "it does not read ahead"
-        time.sleep(0.01)
+    eventually((tmp_path / "20").exists, "it to read ahead: a step, one item, and a step")
     iterator.close()
     assert not (tmp_path / "40").exists(), "it reads ahead without an end"
 
@@ -123,10 +121,7 @@ def test_a_data_worker_reads_ahead_while_the_rank_trains(session, tmp_path):
 def kill_one():
     worker = workers_of_this_test()[0]
     worker.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while worker.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually(lambda: worker.status() == psutil.STATUS_ZOMBIE, "the worker's end")
 
 
 @pytest.mark.parametrize("make", [lambda: Numbers(100, 1), lambda: shards_of((50, 50))])
@@ -192,21 +187,14 @@ def test_a_run_goes_on_with_and_without_data_workers_where_it_was(make_rank, kin
             lambda: shoal.ElasticDataLoader(stream, global_batch_size=4, micro_batch_size=2, num_workers=workers), ALONE, state
         )
 
-    def steps(of, n=None):
-        taken = []
-        while of.loader.epoch == 0 and (n is None or len(taken) < n):
-            taken.append(of.take())
-            of.commit()
-        return taken
-
-    alone = steps(rank(0))
+    alone = rank(0).rest_of_first_epoch()
     for first, then in ((0, 1), (1, 0), (2 if sharded else 1, 1)):
         begun = rank(first)
-        taken = steps(begun, 4)
+        taken = begun.rest_of_first_epoch(4)
         state = json.loads(json.dumps(begun.loader.state_dict()))
         begun.iterator.close()
         going_on = rank(then, state)
-        assert taken + steps(going_on) == alone
+        assert taken + going_on.rest_of_first_epoch() == alone
         going_on.iterator.close()
     assert not workers_of_this_test()
 
@@ -264,24 +252,14 @@ sources = Sources([lambda: iter(range(10))] * 2, num_workers=2, ahead=3)
 for number in range(2):
     sources.open(number, key=(0,), name="numbers").fill(1)
 print("ready", flush=True)
-time.sleep(60)
+time.sleep(60)  # until it is killed
 """
 
 
 def test_data_workers_die_with_a_killed_rank():
-    process = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout.readline().strip() == "ready"
-        workers = psutil.Process(process.pid).children(recursive=True)
-        assert len(workers) >= 2
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-    _, alive = psutil.wait_procs(workers, timeout=30)  # they would wait for questions for ever
-    assert not alive
+    assert_workers_die_with(KILLED)  # they would wait for questions for ever
 
 
 def test_data_workers_end_with_a_process_that_leaves_its_loop_open():
-    script = KILLED.replace("time.sleep(60)", "")
+    script = KILLED.replace("time.sleep(60)", "pass")
     subprocess.run([sys.executable, "-c", script], stdout=subprocess.DEVNULL, timeout=60, check=True)

@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import pytest
 from shoal_common.errors import MembershipChanged
-from shoal_worker.backends.base import Traffic, Waits
+from shoal_worker.backends.base import Traffic
+from shoal_worker.backends.waits import Waits
 from shoal_worker.elastic import stall_watch as watching
 from shoal_worker.elastic.generation import Generation, Peer
 from shoal_worker.elastic.group import Group

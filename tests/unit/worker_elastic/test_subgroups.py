@@ -89,7 +89,7 @@ def test_each_axis_sums_over_its_own_ranks(make_backend: Callable[[], Communicat
 
 @pytest.mark.parametrize("make_backend", BACKENDS)
 def test_connections_of_one_name_are_apart(make_backend: Callable[[], CommunicationBackend]) -> None:
-    """As those of several models: each asks the ranks in its own passes, over connections of its own."""
+    """Several models each connect the ranks for their own passes, under one name: what goes over one connection never meets another's."""
 
     def do(group: Group) -> Any:
         again = [group.connected_again("the models") for _ in range(2)]

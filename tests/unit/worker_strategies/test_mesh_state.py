@@ -9,7 +9,7 @@ import pytest
 import shoal
 import torch
 from shoal_common.errors import ConfigurationError, CorruptDataError
-from shoal_worker.elastic.group import LocalChannel
+from shoal_worker.elastic.channel import LocalChannel
 from shoal_worker.elastic.loader_interface import StateLostError
 from shoal_worker.elastic.worker_process import current_session
 from shoal_worker.mesh.layouts import Axes, Coordinate

@@ -16,7 +16,7 @@ SAMPLES, BATCH, PART = 20, 6, 2
 
 
 class Calling(nn.Module):
-    """With a target it gives the loss of what it gives without one."""
+    """A model that gives predictions, or, called with targets, the loss of the predictions for which it calls itself."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -12,9 +12,9 @@ from shoal_worker.config import ShardingConfiguration
 from shoal_worker.elastic.loader_interface import StepStatus
 from shoal_worker.mesh.layouts import Axes, Layouts, plan_along, template_of
 from torch import nn
-from torch.utils.data import TensorDataset
 
-SAMPLES, BATCH = 48, 12
+from tests.unit.worker_strategies.test_several_models import BATCH, dataset, loss_of, optimizers_of
+
 SMALL = {"minimum_parameter_group_size": 16}
 """Layers of this size and above are split: all but the last of the discriminator."""
 LAYOUTS: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -37,19 +37,6 @@ def make(kind: str) -> tuple[nn.Module, nn.Module]:
         nn.Sequential(nn.Linear(3, 8), *norm, nn.Tanh(), nn.Linear(8, 4)).double(),
         nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double(),
     )
-
-
-def optimizers_of(*models: nn.Module) -> tuple[torch.optim.Optimizer, ...]:
-    return tuple(torch.optim.AdamW(model.parameters(), 1e-2) for model in models)
-
-
-def dataset() -> TensorDataset:
-    random = torch.Generator().manual_seed(1)
-    return TensorDataset(*(torch.randn(SAMPLES, width, generator=random, dtype=torch.float64) for width in (4, 3)))
-
-
-def loss_of(said: torch.Tensor, truth: float) -> torch.Tensor:
-    return nn.functional.binary_cross_entropy_with_logits(said, torch.full_like(said, truth))
 
 
 def take(models: Any, optimizers: Any, real: torch.Tensor, noise: torch.Tensor, kind: str, number: int) -> list[Any]:

@@ -12,6 +12,8 @@ from shoal_worker.strategies import registry
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from tests.unit.worker_strategies.alike import assert_alike
+
 SAMPLES, BATCH, EPOCHS = 26, 7, 2
 """The last batch of an epoch has 5 samples: of three ranks one has fewer than the others, and of seven two have a stand-in."""
 MEETING = ["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
@@ -71,11 +73,6 @@ def train(**options: Any) -> dict[str, torch.Tensor]:
             assert optimizer.step()
     whole: dict[str, torch.Tensor] = model.full_state_dict()
     return whole
-
-
-def assert_alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10, msg=lambda told, name=name: f"{name}: {told}")
 
 
 @pytest.mark.parametrize("strategy", MEETING)

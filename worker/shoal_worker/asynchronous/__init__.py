@@ -5,8 +5,8 @@
 peer. `servers` speaks to all servers and `server_link` to one: over a `connection`, with `pulls`, ahead of the next batch with a
 `prefetch` in the `background`, and with `persistence` where it is away. What they pass to each other is a `delivery`, and the `ledger`
 says how far the worker is with each partition; `tensors` is what they send; `tables` looks up the rows of sparse tables, and says what is
-pushed of them, and `step_tables` does so for strategies whose ranks take steps together, with the `row_sums` of these; `row_reader` finds
-rows on the servers, and `row_store` reads and puts whole buckets, for checkpoints; `options` are the user's, and `optimizers` the one
-that steps here and the one that the servers run; `job` speaks to the coordinator, and `leases` has its batches; `own_cluster` starts a
-coordinator and a server where a script runs by itself.
+pushed of them, and `step_tables` does so for strategies whose ranks take steps together, with the `row_sums` of these and the
+`bucket_versions` that they know; `row_reader` finds rows on the servers, and `row_store` reads and puts whole buckets, for checkpoints;
+`options` are the user's, and `optimizers` the one that steps here and the one that the servers run; `job` speaks to the coordinator, and
+`leases` has its batches; `own_cluster` starts a coordinator and a server where a script runs by itself.
 """

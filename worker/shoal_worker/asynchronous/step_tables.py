@@ -26,11 +26,12 @@ from typing import Any, Final, cast
 
 import numpy as np
 import torch
-from shoal_common.errors import DeadlineError, InvalidRequestError, LimitError, MembershipChanged, PreconditionError, ShoalError
+from shoal_common.errors import DeadlineError, InvalidRequestError, LimitError, MembershipChanged, ShoalError
 from shoal_common.failpoints import failpoint
 from shoal_common.tables.values import Ids
 from torch import nn
 
+from shoal_worker.asynchronous.bucket_versions import BucketVersions
 from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.options import AsyncOptions, ServerOptimizer
 from shoal_worker.asynchronous.own_cluster import OwnCluster, open_job
@@ -124,10 +125,7 @@ class ServerStepTables:
         """Rows were looked up in this step that lack something of the last one: it must not count."""
         self._next_key = 0
         """Key of the next step that pushes; 0: no step has."""
-        self._versions: dict[int, int] = {}
-        """Partition -> the version that it has when all that counts was pushed."""
-        self._found: dict[int, int] = {}
-        """Those of them that this rank has found on a server since the last step that counted."""
+        self._versions = BucketVersions(table_of=self._table_of, lost=self._own.metrics.pushes_lost.inc)
         self._staged: _Step | None = None
         """The step in progress, when it is summed."""
         self._pending: _Step | None = None
@@ -158,7 +156,7 @@ class ServerStepTables:
             self._store = StepRowStore(
                 *(job, self._reader, self._tables, self._partitions),
                 settle=self._see_all,
-                expected=lambda partition_id: self._versions.get(partition_id, 0),
+                expected=self._versions.get,
                 found=self._note,
             )
             for table in self._tables:
@@ -194,9 +192,9 @@ class ServerStepTables:
             self._here.take(float(mean > 0) if self._sums_losses else mean)
         self._see_all()
         told = {
-            "versions": {str(each): version for each, version in self._versions.items()},
+            "versions": self._versions.told(),
             "key": self._next_key,
-            "new_key": 1 + secrets.randbelow(_LARGEST_NEW_KEY) if self._found else 0,
+            "new_key": 1 + secrets.randbelow(_LARGEST_NEW_KEY) if self._versions.found_anew else 0,
             "stale": self._stale,
         }
         with LosingStep(self._session) as exchanging:
@@ -220,10 +218,9 @@ class ServerStepTables:
         if staged is None:
             return
         self._next_key = staged.key + 1
-        self._found.clear()  # not before: a step that is done again needs a new key as well
+        self._versions.step_counts(staged.pushes)
         if not staged.pushes:
             return
-        self._versions.update({each: self._versions[each] + 1 for each in staged.pushes})
         self._pending = staged
         group = self._session.group
         try:
@@ -286,7 +283,7 @@ class ServerStepTables:
                 for name, each in self._pending.gradients.items()
             }
             pending = {"key": self._pending.key, "rows": rows}
-        return {"next_key": self._next_key, "versions": {str(each): number for each, number in self._versions.items()}, "pending": pending}
+        return {"next_key": self._next_key, "versions": self._versions.told(), "pending": pending}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """See `StepTables`."""
@@ -295,8 +292,7 @@ class ServerStepTables:
             return
         self._forget()
         self._staged = self._pending = None
-        self._versions = {int(each): number for each, number in state["versions"].items()} if state else {}
-        self._found = dict(self._versions)
+        self._versions.restore(state["versions"] if state else {})
         if not state:
             return
         self._next_key = state["next_key"]
@@ -321,7 +317,7 @@ class ServerStepTables:
             if self._session.is_joining or self._is_void:
                 return found  # of what is computed with them nothing counts
             pending = self._pending
-            behind = {each for each in partitions if found.versions[each] < self._versions.get(each, 0)}
+            behind = {each for each in partitions if found.versions[each] < self._versions.get(each)}
             if not behind:
                 self._note(found.versions)
                 return found
@@ -348,30 +344,12 @@ class ServerStepTables:
             waits = min(2 * waits, _LONGEST_WAIT_S)
 
     def _note(self, versions: Mapping[int, int]) -> None:
-        """These partitions were found so, and nothing that is known is missing in them."""
-        for partition_id, version in versions.items():
-            expected = self._versions.get(partition_id)
-            if version == expected:
-                continue
-            if expected is not None:
-                self._differs(partition_id, version, expected)
-            self._versions[partition_id] = self._found[partition_id] = version
+        """These partitions were found so, and nothing that is known is missing in them. Raises as `BucketVersions.note`."""
+        self._versions.note(versions)
         self._saw(versions)
 
-    def _differs(self, partition_id: int, version: int, expected: int) -> None:
-        table = next(name for name, partitions in self._partitions.items() if partition_id in partitions)
-        if version > expected:
-            raise PreconditionError(
-                f"sparse table {table!r}: bucket {partition_id} has {version - 1} pushes, and the ranks of this job have made "
-                f"{expected - 1}: somebody else trains it; a table belongs to one job with one strategy",
-                reason="TABLE_AHEAD",
-            )
-        _log.warning(
-            "sparse table %r: bucket %d has %d pushes, and %d were made: its server has lost its data; training goes on from the rows that "
-            "there are. With a data directory of its own a server loses none",
-            *(table, partition_id, version - 1, expected - 1),
-        )
-        self._own.metrics.pushes_lost.inc(expected - version)
+    def _table_of(self, partition_id: int) -> str:
+        return next(name for name, partitions in self._partitions.items() if partition_id in partitions)
 
     def _saw(self, partitions: Iterable[int]) -> None:
         """All that counts is in these partitions."""
@@ -387,7 +365,7 @@ class ServerStepTables:
         for table in self._tables:
             partitions = self._partitions[table.name]
             awaited = self._pending is not None and self._pending.unseen.intersection(partitions)
-            if awaited or not self._versions.keys() >= set(partitions):
+            if awaited or not self._versions.has_all(partitions):
                 self.look_up(self._partitions[table.name], table.embedding_dim, np.empty(0, dtype=np.int64))
 
     # --------------------------------------------------------------------------------------------------------------- steps
@@ -402,7 +380,7 @@ class ServerStepTables:
         metadata = [each for _, each in told]
         if any(each["stale"] for each in metadata):
             raise MembershipChanged("a rank has looked up rows before all of the last step were pushed")
-        self._agree([{int(number): version for number, version in each["versions"].items()} for each in metadata])
+        self._versions.agree([{int(number): version for number, version in each["versions"].items()} for each in metadata])
         key = max(each["new_key"] for each in metadata) or max(1, *(each["key"] for each in metadata))
         weight = sum(each["weight"] for each in metadata)
         divisor = weight if in_micro_batches and weight and not self._sums_losses else 1.0
@@ -413,18 +391,6 @@ class ServerStepTables:
                 ids, sums = summed(parts)
                 gradients[name] = RowGradients(ids=ids, values=(sums / divisor).astype(np.float32), versions={})
         return self._step(key, gradients)
-
-    def _agree(self, told: Sequence[Mapping[int, int]]) -> None:
-        """Takes over the versions that ranks know of. Raises MembershipChanged where they know different ones: then each rank looks at the
-        servers anew."""
-        known: dict[int, set[int]] = {}
-        for versions in told:
-            for partition_id, version in versions.items():
-                known.setdefault(partition_id, set()).add(version)
-        differing = sorted(each for each, versions in known.items() if len(versions) > 1)
-        self._versions = {each: min(versions) for each, versions in known.items() if len(versions) == 1}
-        if differing:
-            raise MembershipChanged(f"ranks have found buckets {differing[:5]} of sparse tables at different versions")
 
     def _step(self, key: int, gradients: Mapping[str, RowGradients], *, steps_back: int = 0) -> _Step:
         """`steps_back`: before the last step committed."""

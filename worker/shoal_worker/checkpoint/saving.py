@@ -28,11 +28,11 @@ from shoal_worker.checkpoint.manifest import CheckpointInfo, remove
 from shoal_worker.checkpoint.rows import Files, SavedRows, described, write_rows
 from shoal_worker.checkpoint.shards import Shards
 from shoal_worker.checkpoint.writer import DISK_PATIENCE, CheckpointWriter, in_company, on_each, on_first
-from shoal_worker.elastic.group import LocalChannel
+from shoal_worker.elastic.channel import LocalChannel
 from shoal_worker.state.tree import Snapshot, StatePart
 
 if TYPE_CHECKING:
-    from shoal_worker.elastic.group import Channel
+    from shoal_worker.elastic.channel import Channel
     from shoal_worker.elastic.session import Session
 
 _log = logging.getLogger(__name__)

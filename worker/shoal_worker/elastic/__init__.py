@@ -12,7 +12,8 @@ step, the same on all ranks that survive it.
   (what the ranks make of their standings), `joiner_state` and `transfer` (state that travels).
 - Membership: `member` is what the session asks of it; `membership` and `link` have it from the coordinator (`coordinator_messages`;
   `outbox`: what that is told), `fixed` where ranks are threads or MPI's.
-- Between steps: `operations`, `evaluation`, `collectives` (what scripts tell each other) and `torch_calls` (by torch's own functions). At
+- Between steps: `operations` (over a `channel`), `evaluation`, `collectives` (what scripts tell each other) and `torch_calls` (by torch's
+  own functions). At
   any time: `first_of_machine` (what one process of a machine does before the others).
 - Beside the model: `schedulers_and_scalers`, and `row_store` (rows of sparse tables, which servers hold).
 - Waiting: `waiting` (for what), `stall_watch` (whom this rank does not reach), `desync_detector`, `divergence` and

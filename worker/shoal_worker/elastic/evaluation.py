@@ -27,7 +27,7 @@ from shoal_worker.elastic.loader_interface import StepStatus
 from shoal_worker.state.digest import SAMPLES, STREAMED, identity_of
 
 if TYPE_CHECKING:
-    from shoal_worker.elastic.group import Channel
+    from shoal_worker.elastic.channel import Channel
     from shoal_worker.elastic.session import Session
 
 

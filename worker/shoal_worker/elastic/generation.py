@@ -238,3 +238,21 @@ class Generation:
         peers = self.peers
         some = tuple(peers[rank] for rank in ranks) if isinstance(peers, tuple) else peers.part(ranks)
         return replace(self, peers=some, rank=list(ranks).index(self.rank), told_topology=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberIdentity:
+    """What a member tells of itself when it joins."""
+
+    job_id: str
+    member_id: str
+    host: str
+    pid: int
+    launcher_id: str = ""
+    """Whoever reports its end; empty: nobody does."""
+    local_index: int = 0
+    donor_address: str = ""
+    """host:port where it gives its state to others; empty: it has none to give."""
+    donor_key: str = ""
+    """What opens its donor between generations: see `StateDonor.key`."""
+    metrics_address: str = ""

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,29 +35,6 @@ from shoal_worker.torch_internals import AllgatherOptions, AllToAllOptions, Barr
 _Sum = TypeVar("_Sum")
 _FAILURES = (RuntimeError, ValueError)
 """What c10d raises, DistError and DistBackendError among them."""
-
-
-class Channel(Protocol):
-    """What an operation between steps may use: a group, or a world of one."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    def exchange(self, payload: bytes) -> list[bytes]:
-        """Sends `payload` to all ranks and returns everybody's, in rank order."""
-        ...
-
-
-class LocalChannel:
-    """A world of one."""
-
-    rank = 0
-    world_size = 1
-
-    def exchange(self, payload: bytes) -> list[bytes]:
-        """Returns what was given."""
-        return [payload]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

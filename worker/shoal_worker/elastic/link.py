@@ -15,7 +15,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 
 from shoal_common.backoff import Backoff
@@ -34,7 +33,7 @@ from shoal_common.errors import (
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_worker.elastic.coordinator_messages import leave_message, parse_generation, parse_ranks
-from shoal_worker.elastic.generation import Generation, Peer
+from shoal_worker.elastic.generation import Generation, MemberIdentity, Peer
 from shoal_worker.elastic.loader_interface import Drained, StopTraining
 from shoal_worker.elastic.member import LeaveReason
 from shoal_worker.elastic.outbox import Outbox, failure_message
@@ -49,24 +48,6 @@ _DRAIN_LOOK_S = 0.5
 _AWAY_BESIDE_A_FAILURE_S = 20.0
 """A member that is asked to leave waits so long for a coordinator that is away, if its group has failed. Batch systems kill after 30 s."""
 _RETRYABLE = (UnavailableError, DeadlineError)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemberIdentity:
-    """What a member tells of itself when it joins."""
-
-    job_id: str
-    member_id: str
-    host: str
-    pid: int
-    launcher_id: str = ""
-    """Whoever reports its end; empty: nobody does."""
-    local_index: int = 0
-    donor_address: str = ""
-    """host:port where it gives its state to others; empty: it has none to give."""
-    donor_key: str = ""
-    """What opens its donor between generations: see `StateDonor.key`."""
-    metrics_address: str = ""
 
 
 class CoordinatorLink:

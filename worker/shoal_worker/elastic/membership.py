@@ -19,11 +19,12 @@ from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import ConfigurationError, DeadlineError, MembershipChanged, ShoalError, StaleGenerationError, UnavailableError
 from shoal_common.own_address import REACHED_ELSEWHERE
 
-from shoal_worker.backends.base import CommunicationBackend, Waits
+from shoal_worker.backends.base import CommunicationBackend
 from shoal_worker.backends.registry import backend_class
-from shoal_worker.elastic.generation import Generation
+from shoal_worker.backends.waits import Waits
+from shoal_worker.elastic.generation import Generation, MemberIdentity
 from shoal_worker.elastic.group import Group, Opening, brief
-from shoal_worker.elastic.link import CoordinatorLink, MemberIdentity
+from shoal_worker.elastic.link import CoordinatorLink
 from shoal_worker.elastic.member import LeaveReason
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.stall_watch import (

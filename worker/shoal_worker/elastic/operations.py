@@ -14,8 +14,9 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from shoal_worker.elastic.channel import Channel
 from shoal_worker.elastic.divergence import operations_apart
-from shoal_worker.elastic.group import Channel, Group
+from shoal_worker.elastic.group import Group
 
 Body = Callable[[Channel], Any]
 """Runs one operation over a channel; may be run again, on another channel, when the membership changed on the way."""

@@ -29,10 +29,11 @@ from shoal_common.errors import PreconditionError, ShoalError
 from shoal_common.failpoints import failpoint
 
 from shoal_worker.elastic.borders import Departure
+from shoal_worker.elastic.channel import Channel, LocalChannel
 from shoal_worker.elastic.committed_state import HeldState
 from shoal_worker.elastic.formation import GROUP_LOST, Formation
 from shoal_worker.elastic.generation import Generation
-from shoal_worker.elastic.group import Channel, Group, LocalChannel
+from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.last_step import await_last_step
 from shoal_worker.elastic.loader_interface import StateLostError, StepStatus, StopTraining
 from shoal_worker.elastic.member import LeaveReason, Member

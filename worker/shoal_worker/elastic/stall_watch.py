@@ -29,7 +29,8 @@ from shoal_common.errors import MembershipChanged, UnavailableError
 from shoal_common.rank_table import MOST_TOLD_WHOLE
 from shoal_common.settings import parse_address
 
-from shoal_worker.backends.base import Traffic, Waits
+from shoal_worker.backends.base import Traffic
+from shoal_worker.backends.waits import Waits
 from shoal_worker.elastic.generation import Generation, Peer
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.link import CoordinatorLink

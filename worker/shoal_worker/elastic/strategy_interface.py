@@ -27,7 +27,8 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from shoal_worker.elastic.group import Channel, Group
+from shoal_worker.elastic.channel import Channel
+from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.loader_interface import Leases, StepStatus
 from shoal_worker.elastic.operations import Body
 from shoal_worker.elastic.row_store import RowStore

@@ -37,7 +37,7 @@ from shoal_worker.backends.worlds import Seat, own_world
 from shoal_worker.elastic.coordinator_messages import run_message
 from shoal_worker.elastic.desync_detector import DesyncDetector
 from shoal_worker.elastic.fixed import FixedMembership
-from shoal_worker.elastic.link import MemberIdentity
+from shoal_worker.elastic.generation import MemberIdentity
 from shoal_worker.elastic.loader_interface import LoaderSession
 from shoal_worker.elastic.membership import Membership
 from shoal_worker.elastic.script_end import ScriptEnd

@@ -23,8 +23,9 @@ from shoal_common.errors import ConfigurationError
 from torch import nn
 
 from shoal_worker.config import ShardingConfiguration
+from shoal_worker.elastic.channel import Channel
 from shoal_worker.elastic.evaluation import evaluating
-from shoal_worker.elastic.group import Channel, Group
+from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.loader_interface import Leases, StepStatus
 from shoal_worker.elastic.row_store import RowStore
 from shoal_worker.elastic.strategy_interface import StrategySession

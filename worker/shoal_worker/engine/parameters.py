@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from shoal_worker.state.digest import state_digest
 
 if TYPE_CHECKING:
-    from shoal_worker.elastic.group import Channel
+    from shoal_worker.elastic.channel import Channel
     from shoal_worker.elastic.strategy_interface import StrategySession
 
 # ------------------------------------------------------------------------------------------------------------- parameters that users give

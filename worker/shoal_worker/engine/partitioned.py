@@ -26,7 +26,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
 
-from shoal_worker.elastic.group import Channel
+from shoal_worker.elastic.channel import Channel
 from shoal_worker.elastic.loader_interface import Share
 from shoal_worker.elastic.step import Step, StepPhase
 from shoal_worker.engine.base import Engine, Setup

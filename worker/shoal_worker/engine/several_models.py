@@ -30,7 +30,8 @@ import torch
 from shoal_common.errors import MembershipChanged
 from shoal_common.failpoints import failpoint
 
-from shoal_worker.elastic.group import Channel, Group
+from shoal_worker.elastic.channel import Channel
+from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.loader_interface import Leases
 from shoal_worker.elastic.row_store import RowStore
 from shoal_worker.elastic.session import Session

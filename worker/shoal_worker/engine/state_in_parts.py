@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from shoal_worker.elastic.group import Channel
+from shoal_worker.elastic.channel import Channel
 from shoal_worker.state.fits import check_fits, check_tensors_fit
 
 Settings = list[dict[str, Any]]

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from shoal_worker.elastic.strategy_interface import StrategySession
 from shoal_worker.engine.ranks_in_passes import RanksInPasses
-from shoal_worker.torch_internals import _BatchNorm
+from shoal_worker.torch_internals import _BatchNorm, uncompiled
 
 
 def synchronize_norms(module: nn.Module, session: StrategySession, *, sums: bool) -> None:
@@ -37,7 +37,7 @@ class SynchronizedNorm(nn.SyncBatchNorm):
 
     ranks: NormsOfRanks | None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalizes `input`, of shape (samples, channels, ...)."""
         factor = self.ranks.factor() if self.training and self.ranks is not None else None

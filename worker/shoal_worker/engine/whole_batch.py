@@ -24,6 +24,7 @@ from shoal_common.failpoints import failpoint
 from shoal_worker.elastic.session import Session
 from shoal_worker.elastic.step import Step
 from shoal_worker.engine.ranks_in_passes import RanksInPasses
+from shoal_worker.torch_internals import uncompiled
 
 
 class WholeBatch:
@@ -124,7 +125,7 @@ def prepare(session: Session, refusal: str | None) -> None:
     _known[session] = WholeBatch(session, refusal=refusal)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def whole_batch(session: Session, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """See `shoal.whole_batch`.
 

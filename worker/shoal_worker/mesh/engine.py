@@ -21,7 +21,8 @@ from shoal_common.errors import ConfigurationError, MembershipChanged
 from shoal_common.failpoints import failpoint
 from torch import nn
 
-from shoal_worker.elastic.group import Channel, Group, LocalChannel
+from shoal_worker.elastic.channel import Channel, LocalChannel
+from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.loader_interface import Share, StepStatus
 from shoal_worker.elastic.step import CONTROL_LENGTH, Step
 from shoal_worker.engine.base import Engine

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shoal_worker.elastic.group import Channel
+from shoal_worker.elastic.channel import Channel
 from shoal_worker.engine.hidden_parameters import (
     HiddenParameter,
     Whereabouts,

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from shoal_common.errors import ConfigurationError
 
-from shoal_worker.elastic.group import Channel
+from shoal_worker.elastic.channel import Channel
 from shoal_worker.engine.holders import Claim, SendingTurns, ShardHolders, ShardsLostError, newest_complete, plan_copies
 from shoal_worker.engine.parameter_groups import in_buckets
 from shoal_worker.engine.state_in_parts import is_element

@@ -16,7 +16,7 @@ from shoal_common.errors import MembershipChanged, PreconditionError
 from shoal_common.failpoints import failpoint
 from torch import nn
 
-from shoal_worker.elastic.group import Channel
+from shoal_worker.elastic.channel import Channel
 from shoal_worker.elastic.loader_interface import StepStatus
 from shoal_worker.elastic.row_store import RowStore
 from shoal_worker.elastic.step import StepPhase
@@ -32,6 +32,7 @@ from shoal_worker.replicated.reduction import OverlappedReduction
 from shoal_worker.replicated.step_tables import StepTables
 from shoal_worker.state.digest import digest_of, state_tensors
 from shoal_worker.tables import check_unscaled
+from shoal_worker.torch_internals import uncompiled
 
 
 class ReplicatedEngine(Engine):
@@ -77,7 +78,7 @@ class ReplicatedEngine(Engine):
             self._follow(output)
         return output
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def _begin_pass(self) -> bool:
         """Before a forward pass of training. True if gradients are reduced during its backward pass."""
         if not self._attached:
@@ -96,7 +97,7 @@ class ReplicatedEngine(Engine):
             self._reduction().prepare()
         return self._session.elastic
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def _follow(self, output: Any) -> None:
         self._reduction().follow(output)
 

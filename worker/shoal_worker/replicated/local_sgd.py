@@ -20,7 +20,8 @@ import torch
 from shoal_common.errors import MembershipChanged, PreconditionError
 from shoal_common.failpoints import failpoint
 
-from shoal_worker.elastic.group import Channel, Group, LocalChannel
+from shoal_worker.elastic.channel import Channel, LocalChannel
+from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.loader_interface import StepStatus
 from shoal_worker.elastic.step import StepPhase
 from shoal_worker.engine.base import Setup
@@ -39,6 +40,7 @@ from shoal_worker.replicated.rounds import (
     mean_optimizer_state,
     weighted_mean,
 )
+from shoal_worker.torch_internals import uncompiled
 
 
 class LocalSGDEngine(ReplicatedEngine):
@@ -76,7 +78,7 @@ class LocalSGDEngine(ReplicatedEngine):
 
     # ------------------------------------------------------------------------------------------------------------- training
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def _begin_pass(self) -> bool:
         """Before a forward pass of training. Its gradients stay here."""
         if not self._attached:

@@ -15,7 +15,7 @@ import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
 from torch import nn
 
-from shoal_worker.elastic.group import Channel, LocalChannel
+from shoal_worker.elastic.channel import Channel, LocalChannel
 from shoal_worker.elastic.loader_interface import StepSource
 from shoal_worker.state.digest import bytes_of
 

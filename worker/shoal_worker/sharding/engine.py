@@ -24,8 +24,9 @@ from shoal_common.failpoints import failpoint
 from torch import nn
 
 from shoal_worker.config import ShardingConfiguration
+from shoal_worker.elastic.channel import Channel
 from shoal_worker.elastic.generation import Topology
-from shoal_worker.elastic.group import Channel, Group
+from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.loader_interface import Share
 from shoal_worker.elastic.step import Step
 from shoal_worker.engine.base import Setup

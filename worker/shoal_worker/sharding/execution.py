@@ -33,6 +33,7 @@ from shoal_worker.engine.hidden_parameters import Whereabouts
 from shoal_worker.engine.passes import when_gradients_come
 from shoal_worker.sharding.collectives import Collectives, IssuedCollectives
 from shoal_worker.sharding.unit import Reducing, Stage, Unit
+from shoal_worker.torch_internals import uncompiled
 
 # ---------------------------------------------------------------------------------------------------------------------------------- hooks
 #
@@ -77,7 +78,7 @@ class BeforeForward(_ModuleHook):
     def __init__(self, call: Callable[[Any], None]) -> None:
         self._call = call
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's is untyped
+    @uncompiled
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._call(args[0] if len(args) == 1 and not kwargs else (args, kwargs))
 
@@ -88,7 +89,7 @@ class AfterForward(_ModuleHook):
     def __init__(self, call: Callable[[Any], None]) -> None:
         self._call = call
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's is untyped
+    @uncompiled
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         self._call(output)
 

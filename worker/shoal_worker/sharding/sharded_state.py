@@ -15,8 +15,9 @@ import torch
 from shoal_common.errors import PreconditionError
 from torch import nn
 
+from shoal_worker.elastic.channel import Channel, LocalChannel
 from shoal_worker.elastic.generation import Topology
-from shoal_worker.elastic.group import Channel, Group, LocalChannel
+from shoal_worker.elastic.group import Group
 from shoal_worker.engine.hidden_parameters import inside
 from shoal_worker.engine.holders import ShardsLostError
 from shoal_worker.engine.parameters import unsaved_buffers

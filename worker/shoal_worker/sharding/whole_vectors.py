@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shoal_worker.elastic.group import Channel
+from shoal_worker.elastic.channel import Channel
 from shoal_worker.engine.holders import ShardHolders, ShardsLostError, plan_copies
 from shoal_worker.sharding.resharding import (
     ELEMENTS,

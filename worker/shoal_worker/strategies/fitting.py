@@ -27,7 +27,7 @@ from shoal_worker.elastic.loader_interface import StepStatus
 from shoal_worker.engine.passes import Loss
 
 if TYPE_CHECKING:
-    from shoal_worker.elastic.group import Channel
+    from shoal_worker.elastic.channel import Channel
     from shoal_worker.elastic.session import Session
     from shoal_worker.strategies.model import ShardedModel
 

@@ -11,7 +11,7 @@ Lays a model out over the ranks of a tensor-parallel group, as a plan says. The 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -28,11 +28,9 @@ from shoal_worker.tensor_parallel.context import DropoutRandomness, ParallelCont
 from shoal_worker.tensor_parallel.multihead import MultiheadForward
 from shoal_worker.tensor_parallel.plan import Distributor, PlanEntry, Share, Style, TensorParallelPlan
 from shoal_worker.tensor_parallel.region import region
-from shoal_worker.torch_internals import pytree
+from shoal_worker.torch_internals import pytree, uncompiled
 
-_Forward = TypeVar("_Forward", bound=Callable[..., Any])
-uncompiled: Callable[[_Forward], _Forward] = torch.compiler.disable
-"""torch.compile cannot follow a region (a packed DTensor's placement fails in Dynamo): within one, the model runs as it is."""
+# torch.compile cannot follow a region (a packed DTensor's placement fails in Dynamo): within one, the model runs as it is.
 
 
 class Region(nn.Module):

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shoal_worker.tensor_parallel.attention import LocalSlice, attend, scaled_dot_product_attention
 from shoal_worker.tensor_parallel.context import DropoutRandomness, ParallelContext, grad_partial, local_offset, whole
 from shoal_worker.tensor_parallel.region import RegionMode, region
+from shoal_worker.torch_internals import uncompiled
 
 
 class MultiheadForward(nn.Module):
@@ -23,7 +24,7 @@ class MultiheadForward(nn.Module):
 
     _shoal_context: ParallelContext
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's is untyped
+    @uncompiled
     def forward(
         self,
         query: torch.Tensor,

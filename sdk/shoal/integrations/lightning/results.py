@@ -68,7 +68,7 @@ class Missing:
 
 
 class Held:
-    """What was logged of one part of a step, or of one batch of an evaluation."""
+    """Keeps what is logged of one part of a step, or of one batch of an evaluation, until it counts."""
 
     def __init__(self, part: int, weight: Callable[[], float]) -> None:
         """
@@ -91,7 +91,7 @@ class Held:
         self._entries.append([known.text(), value, weight])
 
     def told(self, counted: Mapping[str, Counted]) -> dict[str, Any]:
-        """For other ranks, with what metrics have counted of it."""
+        """Returns what was logged of the part, for other ranks, with what metrics have counted of it."""
         return {"part": self.part, "entries": self._entries, "counted": dict(counted)}
 
 
@@ -199,7 +199,7 @@ class Results(_ResultCollection):
     # ---------------------------------------------------------------------------------------------- what was logged elsewhere
 
     def take_elsewhere(self) -> list[list[Any]]:
-        """What was logged outside of batches since this was last asked: hook, name and value."""
+        """Returns what was logged outside of batches since this was last called: lists of hook, name and value."""
         told, self._elsewhere = self._elsewhere, []
         return told
 

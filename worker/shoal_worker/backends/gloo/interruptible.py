@@ -26,11 +26,12 @@ import torch.distributed as dist
 from shoal_common.errors import ShoalError
 
 from shoal_worker.backends import native_threads
-from shoal_worker.backends.base import GroupEndedError, Traffic, Waits, cause_of
+from shoal_worker.backends.base import GroupEndedError, Traffic, cause_of
 from shoal_worker.backends.collective import check_op, reduce_parts
 from shoal_worker.backends.gloo.forming import GlooGroup
 from shoal_worker.backends.gloo.works import AllOf, InterruptibleWork, Transfer, Waiter, end_works
 from shoal_worker.backends.python_group import ForwardingGroup
+from shoal_worker.backends.waits import Waits
 from shoal_worker.scratch import ScratchMemory
 from shoal_worker.torch_internals import AllgatherOptions, BroadcastOptions, ReduceScatterOptions, Work, native_collective
 

@@ -16,8 +16,9 @@ from typing import Any, Final, Protocol
 import torch
 
 from shoal_worker.backends import native_threads
-from shoal_worker.backends.base import GroupEndedError, Waits
+from shoal_worker.backends.base import GroupEndedError
 from shoal_worker.backends.native_threads import wait_until_asleep
+from shoal_worker.backends.waits import Waits
 from shoal_worker.torch_internals import Work
 
 _MOMENT_S: Final = 10.0

@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -94,7 +94,7 @@ class Device(Protocol):
 class CudaDevice:
     """The calling thread's current CUDA device: torch.cuda.set_device comes first. A `Device`."""
 
-    kind: Final = "cuda"
+    kind: ClassVar[str] = "cuda"
 
     def __init__(self) -> None:
         """Raises ConfigurationError where torch has no CUDA or no NCCL."""

@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 from shoal_common.errors import InvalidRequestError
 
-from shoal_worker.backends.base import GroupEndedError, Waits, cause_of
+from shoal_worker.backends.base import GroupEndedError, cause_of
 from shoal_worker.backends.nccl.device import Device
 from shoal_worker.backends.nccl.ending import Ending
 from shoal_worker.backends.python_group import ForwardingGroup
+from shoal_worker.backends.waits import Waits
 from shoal_worker.torch_internals import AllgatherOptions, Work, native_collective
 
 _PAUSE_S: Final = 20e-6

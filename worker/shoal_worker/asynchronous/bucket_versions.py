@@ -1,0 +1,102 @@
+"""The versions of sparse tables' buckets, as the ranks of a job that takes steps together know them.
+
+A bucket's version counts its pushes, so every rank knows which version follows the last step. One that is found to be another means that
+a server has lost its data, which is logged and gone on from, or that somebody else trains the table, which is an error.
+
+Owned by the training thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+from shoal_common.errors import MembershipChanged, PreconditionError
+
+_log = logging.getLogger(__name__)
+
+
+class BucketVersions:
+    """Partition -> the version that it has when all that counts was pushed."""
+
+    def __init__(self, *, table_of: Callable[[int], str], lost: Callable[[int], None]) -> None:
+        """`table_of`: a bucket's table, for errors. `lost`: told of pushes that a server has lost."""
+        self._table_of = table_of
+        self._lost = lost
+        self._expected: dict[int, int] = {}
+        self._found: dict[int, int] = {}
+        """Those that this rank has found on a server since the last step that counted."""
+
+    def __bool__(self) -> bool:
+        """Whether any is known."""
+        return bool(self._expected)
+
+    def __getitem__(self, partition_id: int) -> int:
+        return self._expected[partition_id]
+
+    def get(self, partition_id: int) -> int:
+        """The version of a bucket; 0: it is not known."""
+        return self._expected.get(partition_id, 0)
+
+    def has_all(self, partitions: Collection[int]) -> bool:
+        """The versions of all these are known."""
+        return self._expected.keys() >= set(partitions)
+
+    @property
+    def found_anew(self) -> bool:
+        """Some were found since the last step that counted."""
+        return bool(self._found)
+
+    def note(self, found: Mapping[int, int]) -> None:
+        """Buckets were found so on a server, and nothing that is known is missing in them.
+
+        Raises PreconditionError (TABLE_AHEAD): somebody else trains the table.
+        """
+        for partition_id, version in found.items():
+            expected = self._expected.get(partition_id)
+            if version == expected:
+                continue
+            if expected is not None:
+                self._differs(partition_id, version, expected)
+            self._expected[partition_id] = self._found[partition_id] = version
+
+    def _differs(self, partition_id: int, version: int, expected: int) -> None:
+        table = self._table_of(partition_id)
+        if version > expected:
+            raise PreconditionError(
+                f"sparse table {table!r}: bucket {partition_id} has {version - 1} pushes, and the ranks of this job have made "
+                f"{expected - 1}: somebody else trains it; a table belongs to one job with one strategy",
+                reason="TABLE_AHEAD",
+            )
+        _log.warning(
+            "sparse table %r: bucket %d has %d pushes, and %d were made: its server has lost its data; training goes on from the rows that "
+            "there are. With a data directory of its own a server loses none",
+            *(table, partition_id, version - 1, expected - 1),
+        )
+        self._lost(expected - version)
+
+    def agree(self, told: Sequence[Mapping[int, int]]) -> None:
+        """Takes over the versions that ranks know of. Raises MembershipChanged where they know different ones: then each rank looks at the
+        servers anew."""
+        known: dict[int, set[int]] = {}
+        for versions in told:
+            for partition_id, version in versions.items():
+                known.setdefault(partition_id, set()).add(version)
+        differing = sorted(each for each, versions in known.items() if len(versions) > 1)
+        self._expected = {each: min(versions) for each, versions in known.items() if len(versions) == 1}
+        if differing:
+            raise MembershipChanged(f"ranks have found buckets {differing[:5]} of sparse tables at different versions")
+
+    def step_counts(self, pushed: Iterable[int]) -> None:
+        """A step counts, which pushes to these buckets."""
+        self._found.clear()  # not before: a step that is done again needs a new key as well
+        self._expected.update({each: self._expected[each] + 1 for each in pushed})
+
+    def told(self) -> dict[str, int]:
+        """For other ranks, and for checkpoints: the versions by the buckets' numbers, as JSON has them."""
+        return {str(each): version for each, version in self._expected.items()}
+
+    def restore(self, told: Mapping[str, int]) -> None:
+        """Inverse of `told`. They count as found anew."""
+        self._expected = {int(each): version for each, version in told.items()}
+        self._found = dict(self._expected)

@@ -35,7 +35,7 @@ from shoal_common.security import member_key_digest
 from shoal_common.wire import checksum
 from shoal_protos.v1 import coordinator_pb2, coordinator_pb2_grpc
 from shoal_protos.v1 import parameter_server_pb2 as pb
-from shoal_ps_server import server as server_module
+from shoal_ps_server import serving
 from shoal_ps_server.server import ParameterServer
 from shoal_ps_server.settings import PsServerSettings
 
@@ -382,7 +382,7 @@ class Running:
 
     def _run(self) -> None:
         async def serve() -> None:
-            await server_module.serve(self.settings, self._stop)
+            await serving.serve(self.settings, self._stop)
 
         try:
             with asyncio.Runner() as runner:
@@ -415,7 +415,7 @@ def transport() -> Transport:
 
 @pytest.fixture
 def cluster(tmp_path: Path, transport: Transport, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    monkeypatch.setattr(server_module, "ParameterServer", _Noted)
+    monkeypatch.setattr(serving, "ParameterServer", _Noted)
     made = Cluster(tmp_path, transport)
     yield made
     made.close()

@@ -425,11 +425,11 @@ def print_once(*values: Any, **options: Any) -> None:
         print(*values, **options)  # noqa: T201 - what it is for
 
 
-def main_first(*, timeout: timedelta = timedelta(hours=1)) -> AbstractContextManager[None]:
+def main_first(*, timeout: timedelta = timedelta(hours=1)) -> AbstractContextManager[bool]:
     """Put around what one process of each machine is to do before the others: a download, filling a cache, compiling an extension.
 
-    The first one to come runs it alone, and the others run it after that, and find the work done. If it dies, another one is first. May be
-    used anywhere, also before `init()`.
+    The first one to come runs it alone, and the others run it after that, and find the work done. If it dies, another one is first. Gives
+    True to who is first. May be used anywhere, also before `init()`.
 
     Raises:
         DeadlineError: the first one took longer than `timeout`.

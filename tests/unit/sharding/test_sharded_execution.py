@@ -103,7 +103,9 @@ def train(
         counts = [micro_batches(rank) for rank in range(ranks.world_size)]
         for part in mine.tensor_split(counts[ranks.rank]):
             execution.factor = len(part) / BATCH
+            execution.begin_passes()
             loss_of(model, part).backward()
+            execution.end_passes()
         for _ in range(max(counts) - counts[ranks.rank]):
             execution.take_part()
         execution.reduce_rest()
@@ -208,7 +210,9 @@ def test_the_collectives_of_a_pass_in_which_the_step_was_lost_are_not_repeated_b
     for lost in (False, True):
         ranks.lost, execution.factor = lost, 1.0
         passed = execution.passed
+        execution.begin_passes()
         loss_of(model, batch(0)).backward()
+        execution.end_passes()
         assert execution.passed
         assert not lost or execution.passed == passed
 

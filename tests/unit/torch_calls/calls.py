@@ -26,6 +26,7 @@ ZERO: Final = "optimizer.zero_grad()"
 SCALE: Final = "scale the loss"
 STATE: Final = "optimizer.state_dict()"
 CLONE: Final = "model.clone()"
+LOOP: Final = "in the loop"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,6 +279,12 @@ CALLS: Final[list[Call]] = [
         do=lambda model, optimizer, net: model.requires_grad_().eval().train() and None,
     ),
     Call(says="`model(x)` in evaluation mode, on every rank", do=_outputs),
+    Call(
+        says="`optimizer.register_step_pre_hook(...)`, `register_step_post_hook(...)`",
+        do=lambda model, optimizer, net: optimizer.register_step_post_hook(lambda *_: None).remove(),
+        state=LOOP,
+        cut=LOOP,
+    ),
     Call(says="`optimizer.state_dict()`, on every rank", do=lambda model, optimizer, net: _optimizer_state(optimizer)),
     Call(
         says="`torch.save(optimizer, path)`",

@@ -34,6 +34,18 @@ if shoal.rank() == 0:
     torch.save(state, "model.pt")
 ```
 
+## Every step clears its gradients
+
+A loop that calls `optimizer.zero_grad()` in every second step, or never, adds the gradients of several steps up in plain torch, and under
+`ddp`. Where gradients are cut they are gone with the step: `optimizer.step()` raises if a backward pass came while those of the step before
+were still there. Large batches in parts are `micro_batch_size=` ([guide](guides/accumulation.md)).
+
+## Which values the optimizer has
+
+`optimizer.param_groups` holds what this rank updates: pieces of parameters, flat, where these are cut. Learning rates and other settings
+are read and set there as ever, and element by element (`p.clamp_(-1, 1)`) all is right; a norm or a shape is that of the piece.
+`model.gather_full_parameters()` gives whole ones.
+
 What changes values (`load_state_dict`, `p.mul_`, `nn.init`) has to be done alike on every rank, as in torch's own data parallelism.
 
 ## A moving average

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 from shoal_worker.elastic.desync_detector import DesyncDetector
 from shoal_worker.elastic.operations import Operations
 from shoal_worker.elastic.waiting import Waiting
+from shoal_worker.sharding.collectives import IssuedCollectives
 from shoal_worker.store.errors import StoreUnavailableError
 from shoal_worker.store.redis_store import RedisStore
 
@@ -45,11 +47,18 @@ class Rank:
         self.steps, self.operations, self.step = 4, Operations(), None
         self.waiting = Waiting(cast(RedisStore, notes))
         self.ended: str | None = None
+        self.engine, self.log = self, [4]
         self.group = SimpleNamespace(rank=number, broken=None, waiting=self.waiting, abort=self._abort)
         self.detector = DesyncDetector(cast(Any, self))
 
     def _abort(self, reason: str) -> None:
         self.ended = reason
+
+    def issued(self) -> bytes:
+        return json.dumps(self.log).encode()
+
+    def compare_issued(self, told: Any) -> None:
+        IssuedCollectives.compare(told, "zero3")
 
     def on_waiting(self, where: Any) -> None:
         self.waiting.where = where
@@ -87,6 +96,31 @@ def test_a_rank_in_an_operation_and_one_in_a_step_are_told_who_is_in_what(ranks:
     assert other.ended is not None
     assert "rank 0 is in evaluate, rank 1 is in a step of loader 'train'" in other.ended
     assert "every_steps=" in other.ended
+
+
+def test_ranks_that_have_issued_different_collectives_in_one_step_are_told(ranks: list[Rank]) -> None:
+    """They would wait for each other until the collectives' deadline: one has caught an error in a forward pass, and begun it again."""
+    one, other = ranks
+    for rank in ranks:
+        rank.steps_of("train")
+    one.log, other.log = [4, 0, 2, 1], [4, 0, 2, 0, 2]
+    with one.waiting, other.waiting:
+        look(one, other)
+    assert other.ended is not None
+    assert "in different orders" in other.ended
+    assert one.waiting.verdict == other.ended
+
+
+@pytest.mark.parametrize("log", [[4, 0, 2, 1, 3], [4, 0], [5, 2]])
+def test_ranks_of_which_one_has_come_further_wait_on(ranks: list[Rank], log: list[int]) -> None:
+    """Or which are not in the same step of the model."""
+    one, other = ranks
+    for rank in ranks:
+        rank.steps_of("train")
+    one.log, other.log = [4, 0, 2], log
+    with one.waiting, other.waiting:
+        look(one, other)
+    assert one.ended is other.ended is other.waiting.verdict is None
 
 
 def test_ranks_that_wait_in_the_same_thing_or_at_different_places_wait_on(ranks: list[Rank]) -> None:

@@ -23,6 +23,7 @@ def test_a_model_is_freed_with_its_last_reference(strategy: str) -> None:
             loss = model(torch.ones(4, 3)).square().mean()
             loss.backward()
             optimizer.step()
+            optimizer.zero_grad()
         shoal.shutdown()
         return [weakref.ref(net), weakref.ref(model), *parameters]
 

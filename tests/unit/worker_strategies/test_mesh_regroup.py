@@ -87,6 +87,7 @@ def test_a_failure_at_any_moment_of_dividing_the_ranks_loses_no_part_that_a_livi
         for _ in range(2):
             model.train_step(x, y, models.loss_of)
             optimizer.step()
+            optimizer.zero_grad()
         before = {name: value.clone() for name, value in model.local_shard.items()}
         launch = current_session().group
         assert launch is not None

@@ -87,6 +87,7 @@ def test_what_is_saved_and_read_is_whole(tmp_path: Path, world: int, options: di
         for _ in range(2):
             model.train_step(x, y, models.loss_of)
             optimizer.step()
+            optimizer.zero_grad()
         whole, state, image = model.full_state_dict(), optimizer.state_dict(), model.serialize()
         plain, assembled = models.make(), dict[str, Any]()
         plain.load_state_dict(whole)

@@ -223,6 +223,9 @@ class AsyncEngine(Engine):
 
     # ------------------------------------------------------------------------------------------------------ for ShardedOptimizer
 
+    updates_parts = True
+    """See `Engine`: the servers update."""
+
     def groups_are_read(self) -> None:
         """See `Engine`. Notices what has changed since."""
         if self._optimizers is not None:

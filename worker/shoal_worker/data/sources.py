@@ -32,6 +32,9 @@ from shoal_worker.data.stream_reader import Mark, Reader, SourceReader
 _END_WITHIN_S: Final = 2.0
 """How long a worker that was told to end may take, before it is killed: it may be in the middle of an item."""
 
+_SLICE_S: Final = 0.2
+"""A signal's handler runs on the main thread, between two instructions: one that comes just before a wait begins does not end it."""
+
 _ANSWERED: Final = ("fill", "items")
 """Questions that have an answer."""
 
@@ -212,10 +215,11 @@ class _Worker:
 
     def _hear(self) -> None:
         """Waits for the next answer. Raises EOFError, OSError: the worker is dead."""
+        ready: Sequence[object] = ()
+        while not ready:
+            ready = multiprocessing.connection.wait([self._connection, self._process.sentinel], _SLICE_S)
         if not self._connection.poll():
-            multiprocessing.connection.wait([self._connection, self._process.sentinel])
-            if not self._connection.poll():
-                raise EOFError
+            raise EOFError
         question, told, error = _loaded(self._connection.recv_bytes())
         self._unanswered.discard(question)
         if question in self._forgotten:
@@ -234,7 +238,7 @@ class _Worker:
         self._process.join(_END_WITHIN_S)
         if self._process.exitcode is None:
             self._process.kill()
-            self._process.join()
+            self._process.join(_END_WITHIN_S)  # one that the system holds in a call that cannot be interrupted dies with the call
         with contextlib.suppress(ValueError):  # somebody else has waited for it: multiprocessing takes it for alive
             self._process.close()
 

@@ -11,7 +11,7 @@ import copy
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import xxhash
 from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
@@ -25,6 +25,9 @@ from shoal_worker.elastic.step import ScriptPosition, Step
 from shoal_worker.elastic.strategy_interface import TrainingEngine
 from shoal_worker.state.serial import dump_tensors, load_tensors
 from shoal_worker.state.tree import flatten, unflatten
+
+_MOST_STEPS: Final = 2**62
+"""So many are as good as no end: `epochs(sys.maxsize)`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +185,7 @@ class HeldState:
         if len(self._sources) != 1:
             return 0
         until = source.steps_until(epochs)
-        if until is None:
+        if until is None or until > _MOST_STEPS:
             return 0
         return known or until if self.engine.asynchronous else self.steps + until
 

@@ -3,8 +3,8 @@
 Of two ranks of which one evaluates and the other takes a step, each waits in a collective that the other does not issue. That looks like a
 slow peer, so nothing is asked while nobody waits. Who has waited for a second writes down in the group's store where it stands and what it
 is in, and reads what the first that waited there has written. Where that is something else, no rank will ever come: the group ends with
-RANKS_DIVERGED, which says who is in what. It costs nothing in a step, and one small message to the store for each wait of more than a
-second.
+RANKS_DIVERGED, which says who is in what. Of ranks that are in the same step, what they have issued in their passes is compared, as far as
+both have come. It costs nothing in a step, and one small message to the store for each wait of more than a second.
 
 Runs on a thread of its own, and reads what the training thread is in; that stands still while it waits.
 """
@@ -17,7 +17,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from shoal_common.errors import ShoalError
+from shoal_common.errors import PreconditionError, ShoalError
 
 from shoal_worker.elastic.divergence import waits_apart
 from shoal_worker.elastic.waiting import Wait, Where
@@ -75,9 +75,18 @@ class DesyncDetector:
         return Where(at, None, step.source) if step is not None else None
 
     def _compare(self, group: Group, wait: Wait) -> None:
-        mine: dict[str, Any] = {"rank": group.rank, "what": wait.where.what}
+        in_step = wait.where.operation is None
+        issued = self._session.engine.issued().decode() if in_step else ""
+        mine: dict[str, Any] = {"rank": group.rank, "what": wait.where.what, "issued": issued}
         first: dict[str, Any] = json.loads(group.waiting.note(wait.where.at, json.dumps(mine)))
-        if first["what"] != mine["what"] and group.waiting.now is wait:
+        error: str | None = None
+        if first["what"] != mine["what"]:
             error = str(waits_apart(first, mine))
+        elif in_step:
+            try:
+                self._session.engine.compare_issued([first["issued"].encode(), mine["issued"].encode()])
+            except PreconditionError as apart:
+                error = str(apart)
+        if error is not None and group.waiting.now is wait:
             group.waiting.condemn(error)
             group.abort(error)

@@ -47,9 +47,12 @@ def next_block(called: FrameType | None) -> str:
 
 
 @contextlib.contextmanager
-def main_first(scope: str, *, timeout: timedelta) -> Iterator[None]:
-    """The first process of this machine and this user to come here, for one `scope`, runs what is within alone. The others run it after
-    that, together; if the first one did not come to its end, one of them is first.
+def main_first(scope: str, *, timeout: timedelta, once: bool = False) -> Iterator[bool]:
+    """The first process of this machine and this user to come here, for one `scope`, runs what is within alone, and is given True. The
+    others run it after that, together, and are given False; if the first one did not come to its end, one of them is first.
+
+    Args:
+        once: one that comes when all others have left is not first again, if one has come to its end before.
 
     Raises:
         DeadlineError: the first one took longer than `timeout`.
@@ -58,10 +61,10 @@ def main_first(scope: str, *, timeout: timedelta) -> Iterator[None]:
     descriptor = os.open(_lock_file(scope), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     _held.add(descriptor)
     try:
-        is_first = _wait_for_turn(descriptor, timeout)
+        is_first = _wait_for_turn(descriptor, timeout, once=once)
         if is_first:
             os.ftruncate(descriptor, 0)
-        yield  # alone; or beside others: then the lock is shared
+        yield is_first  # alone; or beside others: then the lock is shared
         if is_first:
             os.pwrite(descriptor, _DONE, 0)
     finally:
@@ -83,10 +86,10 @@ def _let_go_in_child() -> None:
 os.register_at_fork(after_in_child=_let_go_in_child)
 
 
-def _wait_for_turn(descriptor: int, timeout: timedelta) -> bool:
+def _wait_for_turn(descriptor: int, timeout: timedelta, *, once: bool) -> bool:
     """True: this process is the first one, and holds the lock alone. False: the first one is done, and it is shared."""
     deadline = time.monotonic() + timeout.total_seconds()
-    waited = False
+    waited = once
     while True:
         if _taken(descriptor, fcntl.LOCK_EX):
             if not waited or not _is_done(descriptor):

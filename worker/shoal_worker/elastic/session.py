@@ -105,6 +105,11 @@ class Session:
         return self._held.registered
 
     @property
+    def engine(self) -> TrainingEngine:
+        """What trains the run's model. Asked where a step is under way."""
+        return self._held.engine
+
+    @property
     def operations(self) -> Operations:
         """The operations between steps since the last commit."""
         return self._held.operations

@@ -84,6 +84,15 @@ class TrainingEngine(Protocol):
         """How many ranks hold one replica of the model together, where others are spares; 1 where there are none."""
         ...
 
+    def issued(self) -> bytes:
+        """What this rank has issued of the collectives that belong to passes, in the step in progress; b"": none. Asked on another thread,
+        while the training thread waits for its peers."""
+        ...
+
+    def compare_issued(self, told: Sequence[bytes]) -> None:
+        """`told`: what ranks say of that. Raises PreconditionError: they will wait for each other for ever."""
+        ...
+
     def working(self, group: Group) -> Group:
         """The ranks of `group`, for which the model was regrouped, that are no spares. Asked of those alone."""
         ...

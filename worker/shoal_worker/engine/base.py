@@ -221,6 +221,9 @@ class Engine(abc.ABC):
 
     # ------------------------------------------------------------------------------------------------------ for ShardedOptimizer
 
+    updates_parts = False
+    """The optimizer of this process updates parts of the parameters, or none: step hooks would not see what they see in one process."""
+
     def groups_are_read(self) -> None:
         """Somebody is about to look at the optimizer's parameter groups: a scheduler, a GradScaler, the user."""
 
@@ -372,6 +375,13 @@ class Engine(abc.ABC):
     def replica_size(self) -> int:
         """There are no spares."""
         return 1
+
+    def issued(self) -> bytes:
+        """See `TrainingEngine`. None are compared."""
+        return b""
+
+    def compare_issued(self, told: Sequence[bytes]) -> None:
+        """See `TrainingEngine`."""
 
     def working(self, group: Group) -> Group:
         """All ranks work."""

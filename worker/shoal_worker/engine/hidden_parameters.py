@@ -304,6 +304,11 @@ class Leaves:
             if place.gradient:
                 hide_gradient(leaf, place)
 
+    @property
+    def have_gradients(self) -> bool:
+        """Some have a gradient elsewhere."""
+        return any(place.gradient for _, place in self._leaves)
+
     def show_gradients(self) -> None:
         """A pass begins: autograd is to find plain parameters."""
         if self._without_gradients:

@@ -106,6 +106,9 @@ class Gradients(Protocol):
 class PartitionedEngine(Engine, Generic[State, Closed]):
     """A model of which a rank need not hold all."""
 
+    updates_parts = True
+    """See `Engine`."""
+
     # --------------------------------------------------------------------------------------------------- what is cut, and how
 
     @abc.abstractmethod
@@ -181,6 +184,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         """Norm of what this rank has of them before it could, if so."""
         self._skipped = False
         """A GradScaler found infinities in them: the step counts, but nothing is updated."""
+        self._carried = False
+        """A backward pass of the step in progress found gradients of the last one, and nobody has cleared them since."""
         self._whereabouts = Whereabouts(self.strategy)
 
     def _build(self) -> None:
@@ -265,9 +270,26 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
     def _reduce(self, step: Step, share: Share) -> None:
         """Sums the gradients, seals and closes the step; or it is marked lost."""
 
+    def _refuse_reduced(self, step: Step) -> None:
+        if step.control is not None:
+            raise PreconditionError(
+                "the gradients of this step are reduced already, by train_step, clip_grad_norm_, synchronize_gradients or a GradScaler: do "
+                "all backward passes of a step before; to accumulate, give micro_batch_size= to the loader and loop over loader.steps()"
+            )
+
+    def _refuse_carried(self) -> None:
+        """Raises PreconditionError: torch would have added this step's gradients to those of the last, which are cut, and were updated
+        with."""
+        if self._carried:
+            raise PreconditionError(
+                "the gradients of the last step were not cleared before this step's backward pass, which would add to them: with "
+                f"strategy={self.strategy!r} nothing can be added to gradients of a step that has ended. Call optimizer.zero_grad() in "
+                "every step; to accumulate over several batches, give micro_batch_size= to the loader and loop over loader.steps()"
+            )
+
     def _begin_step(self) -> None:
         """Nothing is known of the step that begins."""
-        self._clipped, self._shown, self._skipped = 1.0, False, False
+        self._clipped, self._shown, self._skipped, self._carried = 1.0, False, False, False
 
     def _close(self, closing: Closed, control_word: Sequence[float]) -> None:
         """The closing came back."""
@@ -385,6 +407,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             return
         if self._whereabouts.pending and step is not None and step.control is not None:
             self.skip()
+        self._carried = False
         self._drop_gradients()
 
     def check_values_here(self, call: str, instead: str) -> None:

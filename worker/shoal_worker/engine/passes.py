@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
-from shoal_common.errors import ConfigurationError
+from shoal_common.errors import ConfigurationError, PreconditionError
 
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.elastic.step import Step
@@ -55,6 +55,15 @@ def check_reproducible(config: ShardingConfiguration, step: Step) -> None:
             "deterministic=True needs micro-batches, whose results do not depend on the number of ranks: give micro_batch_size= to "
             "the ElasticDataLoader and iterate over loader.steps()"
         )
+
+
+def half_a_pass() -> PreconditionError:
+    """A backward pass was caught in the middle, by a script that goes on."""
+    return PreconditionError(
+        "a backward pass of this step raised an error half way: some of its gradients were sent to the other ranks, others are missing, so "
+        "this rank can neither finish the step nor take it back; let the error end the process",
+        reason="BACKWARD_INCOMPLETE",
+    )
 
 
 def when_gradients_come(tree: Any, call: Callable[[Any], None], *, mode: Literal["any", "all"]) -> None:

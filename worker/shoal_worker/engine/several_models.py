@@ -22,6 +22,7 @@ The training thread owns both; a collective's callback may mark a step lost, as 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -97,6 +98,15 @@ class SeveralEngines:
     @property
     def replica_size(self) -> int:
         return self._first.replica_size
+
+    def issued(self) -> bytes:
+        told = [engine.issued().decode() for engine in self._engines]
+        return json.dumps(told).encode() if any(told) else b""
+
+    def compare_issued(self, told: Sequence[bytes]) -> None:
+        ranks = [json.loads(each) for each in told if each]
+        for number, engine in enumerate(self._engines):
+            engine.compare_issued([each[number].encode() for each in ranks])
 
     def working(self, group: Group) -> Group:
         return self._first.working(group)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
 from shoal_common.failpoints import failpoint
+from torch.autograd.function import once_differentiable
 
 from shoal_worker.elastic.session import Session
 from shoal_worker.elastic.step import Step
@@ -109,6 +110,7 @@ class _WithOwnRows(torch.autograd.Function):
         return whole.view_as(whole)
 
     @staticmethod
+    @once_differentiable  # the other ranks' rows, which it stands for, would be left out of a gradient of the gradient
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
         begin, end = ctx.place

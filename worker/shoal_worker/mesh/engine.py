@@ -236,11 +236,15 @@ class MeshEngine(MeshPasses):
             return
         mesh = self._laid_out
         self._check_training()
-        self._held.hidden.drop_gradients()
+        step = self._session.step
+        assert step is not None
+        self._came = False
+        if self._applied == self._begun or step.in_micro_batches or self._plan.pipelined:
+            self._held.hidden.drop_gradients()  # those of a lost step are void; micro-batches and pipelines leave none to add to
+        self._begun = self._applied
         self._held.data_axis.fetch()  # what an update that was put back has left
         mesh.begin_step(self._applied + 1)
-        step = self._session.step
-        if step is not None and step.source is None:
+        if step.source is None:
             mesh.seed_step()
 
     def micro_batch_begins(self) -> None:
@@ -260,6 +264,7 @@ class MeshEngine(MeshPasses):
     def _reduce(self, step: Step, share: Share) -> None:
         session = self._session
         mesh = self._laid_out
+        self._refuse_carried()
         self._held.hidden.show_gradients()
         with LosingStep(self._session) as summing:
             if not step.in_micro_batches:
@@ -319,8 +324,9 @@ class MeshEngine(MeshPasses):
         mesh = self._laid_out
         mesh.buffers.apply(mesh.gradients.changes)
         mesh.buffers.commit()
-        self._in_passes = self._whereabouts.pending = False
-        mesh.forget()
+        self._in_passes = False
+        with self._held.hidden.carrying():
+            mesh.forget()
         self._held.hidden.hide()
         self._held.forget_before()
 

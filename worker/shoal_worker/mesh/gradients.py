@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from shoal_worker.elastic.group import Group
+from shoal_worker.engine.hidden_parameters import drop_gradient
 from shoal_worker.sharding.collectives import Collectives
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.gradients import CutGradients
@@ -228,7 +229,7 @@ class ReplicatedGradients(MeshGradients):
         """See `MeshGradients`."""
         present = self.present
         for name, piece in self._pieces.items():
-            piece.grad = None
+            drop_gradient(piece)
             if present[name]:
                 gradient, factor = self._added_times(name)
                 piece.grad = gradient.div(divisor / factor).to(piece.dtype)
@@ -245,7 +246,7 @@ class ReplicatedGradients(MeshGradients):
     def forget(self) -> None:
         """See `MeshGradients`."""
         for piece in self._pieces.values():
-            piece.grad = None
+            drop_gradient(piece)
 
 
 def _squared_norm(terms: Iterable[tuple[torch.Tensor, float]]) -> float:
@@ -350,7 +351,7 @@ class ScatteredGradients(MeshGradients):
     def forget(self) -> None:
         """See `MeshGradients`."""
         for piece in (piece for unit in self._units for holding in unit.holdings for piece in holding.pieces):
-            piece.grad = None
+            drop_gradient(piece)
 
 
 class GradientsOfPasses(ScatteredGradients):

@@ -7,7 +7,8 @@ these, its shard of them (`data_axis.py`). The training thread owns it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,6 +83,26 @@ class HiddenParameters:
         for parameter, place in self._trained:
             place.gradient = place.gradient and gradient_of(parameter) is None and id(parameter) not in own
             hide_gradient(parameter, place)
+
+    @property
+    def are_split(self) -> bool:
+        """Some parameters that lie here are split over ranks of one replica."""
+        return bool(self._split)
+
+    @contextlib.contextmanager
+    def carrying(self) -> Iterator[None]:
+        """The step counts. What is done within ends its gradients, and it is known which parameters had one, until somebody clears them."""
+        carried = [(parameter, place) for parameter, place in self._trained if place.gradient or gradient_of(parameter) is not None]
+        yield
+        self.drop_gradients()
+        for parameter, place in carried:
+            place.gradient = True
+            hide_gradient(parameter, place)
+
+    @property
+    def carries(self) -> bool:
+        """Some parameter has a gradient elsewhere, or had one in the last step, which nobody has cleared."""
+        return any(place.gradient for _, place in self._trained)
 
     def show(self) -> None:
         """A pass begins."""

@@ -60,6 +60,10 @@ class MeshPasses(PartitionedEngine[ModelParts, Closing]):
         """None until the first step, in a spare, and where laying it out has failed."""
         self._in_passes = False
         """Between a forward pass and its backward pass."""
+        self._begun = -1
+        """How many steps had been applied when the last one began."""
+        self._came = False
+        """A backward pass of the step in progress has begun."""
         self._standing_in: nn.Module | None = None
         self._build()
 
@@ -120,7 +124,19 @@ class MeshPasses(PartitionedEngine[ModelParts, Closing]):
         if self._parts is not None:
             self._parts.hidden.show()
             self._in_passes = True
-            when_gradients_come(output, lambda _: Variable._execution_engine.queue_callback(self._after_passes), mode="any")
+            when_gradients_come(output, lambda _: self._before_backward(), mode="any")
+
+    def _before_backward(self) -> None:
+        step = self._session.step
+        if torch.is_grad_enabled() and self._held.hidden.are_split:
+            raise PreconditionError(
+                f"a backward pass with create_graph=True, with strategy={self.strategy!r}: gradients of gradients do not come out right "
+                "through layers that are split over ranks; take zero2 or fsdp, or leave a penalty on gradients out"
+            )
+        if step is not None and not self._came:
+            self._carried = self._held.hidden.carries and not step.in_micro_batches
+            self._came = True
+        Variable._execution_engine.queue_callback(self._after_passes)
 
     def _after_passes(self) -> None:
         self._in_passes = False
@@ -131,11 +147,7 @@ class MeshPasses(PartitionedEngine[ModelParts, Closing]):
         step = self._session.ensure_step()
         if step is not self._session.step:
             return False  # a joiner's pass ahead of its loop
-        if step.control is not None:
-            raise PreconditionError(
-                "the gradients of this step are reduced already, by train_step, clip_grad_norm_, synchronize_gradients or a GradScaler: do "
-                "all backward passes of a step before; to accumulate, give micro_batch_size= to the loader and loop over loader.steps()"
-            )
+        self._refuse_reduced(step)
         self._prepare_pass(step)
         return True
 

@@ -25,11 +25,12 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from shoal_common.errors import ConfigurationError, PreconditionError
+from shoal_common.errors import ConfigurationError
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shoal_worker.engine.compressed import GradientCompression, check_floating, memory_order
+from shoal_worker.engine.passes import half_a_pass
 from shoal_worker.replicated.buckets import Bucket, Flight, Slot, lay_out
 from shoal_worker.torch_internals import after_backward, in_backward
 
@@ -197,11 +198,7 @@ class OverlappedReduction:
 
     def _refuse_half_a_pass(self) -> None:
         if self._began:
-            raise PreconditionError(
-                "a backward pass of this step raised an error half way: some of its gradients were sent to the other ranks, others are "
-                "missing, so this rank can neither finish the step nor take it back; let the error end the process",
-                reason="BACKWARD_INCOMPLETE",
-            )
+            raise half_a_pass()
 
     def _forget_pass(self) -> None:
         self._next = 0

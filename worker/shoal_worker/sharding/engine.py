@@ -14,7 +14,7 @@ used and how the buffers changed. Owners and mirrors apply the same update. Afte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
@@ -105,6 +105,10 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
         """Weight of the micro-batches of this rank in this step."""
         self._changes: torch.Tensor | None = None
         """By how much they changed the buffers, weighted."""
+        self._weighed = False
+        """It is known what the gradients of this micro-batch count, or of this step."""
+        self._frozen_pass = False
+        """The last forward pass was one of the model with all parameters frozen."""
         self._build()
 
     def _unit(self, part: ParameterGroup) -> Unit:
@@ -124,6 +128,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
     def _make_state(self) -> ShardedState:
         units = [(group.module, [self._unit(part) for part in alike(group)]) for group in self._groups(self.module, self.config)]
         self._execution = ShardedExecution(units, self._collectives, self.stage, self._whereabouts)
+        self._execution.before_backward = self._before_backward
         state = ShardedState(self.module, self._execution, self.stage, self._divide)
         if self._whole_tensors:
             state.keep_tensors_whole()
@@ -157,6 +162,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass; in training its backward pass reduces the gradients over all ranks."""
+        self._frozen_pass = False
         if self._trains:
             step = self._session.ensure_step()
             if step.source is not None:  # else this may be a dry run before the loop, and no step
@@ -172,6 +178,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
     def forward_frozen(self, *args: Any, **kwargs: Any) -> Any:
         """See `Engine`. There is nothing to reduce in the backward pass."""
         self._execution.reduces_in_backward = False
+        self._frozen_pass = True
         if self.config.param_dtype is not None:
             args, kwargs = in_dtype((args, kwargs), self.config.param_dtype)
         return super().forward_frozen(*args, **kwargs)
@@ -195,11 +202,9 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
 
     def _weigh(self, step: Step) -> None:
         """What the gradients of the coming pass count."""
-        if step.control is not None:
-            raise PreconditionError(
-                "the gradients of this step are reduced already, by clip_grad_norm_, synchronize_gradients or a GradScaler: do all "
-                "backward passes of a step before; to accumulate, give micro_batch_size= to the loader and loop over loader.steps()"
-            )
+        self._refuse_reduced(step)
+        self._refuse_half_a_pass(step)
+        self._weighed = True
         share = step.share
         self._execution.show_gradients()
         self._prepare_pass(step)
@@ -210,6 +215,21 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
         else:
             weight = share.weight / share.total_weight
         self._execution.factor = weight if self.config.loss_reduction == "mean" else float(weight > 0)
+
+    def _before_backward(self) -> None:
+        """Called before the gradients of a backward pass are taken, whose forward pass may have been one of a part of the module's."""
+        step = self._session.step
+        if step is None or step.share is None or self._frozen_pass:
+            return
+        self._carried |= self._execution.carries and not step.in_micro_batches
+        if not self._setup.several:
+            self._refuse_reduced(step)
+        if not self._weighed:
+            self._weigh(step)
+
+    def _refuse_half_a_pass(self, step: Step) -> None:
+        if step.lost is None:
+            self._execution.refuse_half_a_pass()
 
     def _prepare_pass(self, step: Step) -> None:
         """Before a step's first collective."""
@@ -262,12 +282,20 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
     def _as_closing(self, told: Mapping[str, Any]) -> CutClosing:
         return CutClosing(**told)
 
+    def issued(self) -> bytes:
+        """See `TrainingEngine`."""
+        return self._execution.issued.encode() if self._parts is not None else b""
+
+    def compare_issued(self, told: Sequence[bytes]) -> None:
+        """See `TrainingEngine`."""
+        IssuedCollectives.compare(told, self.strategy)
+
     @torch.no_grad()
     def regroup(self, group: Group) -> None:
         """See `TrainingEngine`."""
         if self._replicas is not None:
             self._replicas.connect(group, self._divide(group.generation.topology))
-        IssuedCollectives.compare(group.exchange(self._execution.issued.encode() if self._parts is not None else b""), self.strategy)
+        self.compare_issued(group.exchange(self.issued()))
         if self._parts is not None:
             self._execution.regrouped()
             self._parts.regroup(group)
@@ -282,7 +310,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
         self._check_training()
         self._begin_step()
         self._execution.begin_step(self._applied + 1)
-        self._weights, self._changes = 0.0, None
+        self._weights, self._changes, self._weighed, self._frozen_pass = 0.0, None, False, False
         if self._held.whole:
             topology = group.generation.topology if group is not None else Topology(world_size=1, most_local=1)
             self._held.cut_whole(number=step.placement.generation, rank=step.placement.rank, topology=topology)
@@ -295,10 +323,17 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
 
     def micro_batch_begins(self) -> None:
         """See `TrainingEngine`."""
+        step = self._session.step
         self._step_buffers.put_back()
+        self._weighed = False
+        if step is not None:
+            self._refuse_half_a_pass(step)
+            self._prepare_pass(step)
+        self._execution.begin_passes()
 
     def micro_batch_ends(self, weight: float) -> None:
         """See `TrainingEngine`."""
+        self._execution.end_passes()
         if weight > 0:
             self._weights += weight
             changes = self._step_buffers.changes(_WIDE) * weight
@@ -308,6 +343,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
     def _reduce(self, step: Step, share: Share) -> None:
         session = self._session
         check_reproducible(self.config, step)
+        self._refuse_half_a_pass(step)
+        self._refuse_carried()
         self._prepare_pass(step)
         if step.in_micro_batches and self.stage > Stage.OPTIMIZER:
             for _ in range(share.most_micro_batches - (share.micro_batches or 0)):
@@ -363,6 +400,9 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
         return self._parts is not None and self._step_buffers.size > 0
 
     def _drop_gradients(self) -> None:
+        step = self._session.step
+        if step is not None:
+            self._refuse_half_a_pass(step)
         self._execution.drop_gradients()
 
     def _seal(self) -> bool:

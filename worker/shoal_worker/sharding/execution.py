@@ -30,10 +30,10 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal_worker.elastic.group import Group
 from shoal_worker.engine.hidden_parameters import Whereabouts
-from shoal_worker.engine.passes import when_gradients_come
+from shoal_worker.engine.passes import half_a_pass, when_gradients_come
 from shoal_worker.sharding.collectives import Collectives, IssuedCollectives
 from shoal_worker.sharding.unit import Reducing, Stage, Unit
-from shoal_worker.torch_internals import uncompiled
+from shoal_worker.torch_internals import in_backward, uncompiled
 
 # ---------------------------------------------------------------------------------------------------------------------------------- hooks
 #
@@ -131,6 +131,8 @@ class ShardedExecution:
         """What the gradients that come weigh; None: none are due."""
         self.came = False
         """Some gradient has come since the last `forget`, whatever it weighs."""
+        self.before_backward: Callable[[], None] = _do_nothing
+        """Called when a backward pass begins, before any gradient is taken."""
         self.reduces_in_backward = True
         """Gradients are reduced as they become ready; else when `reduce_rest` is called."""
         self.issued = IssuedCollectives()
@@ -163,6 +165,8 @@ class ShardedExecution:
         """The ranks of this group all know the collectives of a pass."""
         self._asked = False
         """They have asked each other in this step."""
+        self._number = 0
+        """The number of the step that began last."""
         self._hooks: list[RemovableHandle] = []
         for number, unit in enumerate(self._reduced):
             for index, leaf in enumerate(unit.leaves):
@@ -262,11 +266,33 @@ class ShardedExecution:
             self._on_their_way.popleft().wait()
 
     def begin_step(self, number: int) -> None:
-        """Step number `number` of this model begins: see `forget`."""
+        """Step number `number` of this model begins: see `forget`. The gradients of one that was lost are void."""
         self.forget()
-        self.drop_gradients()
+        if number == self._number:
+            self.drop_gradients()
+        self._number, self._pass = number, []
         self.issued.begin(number)
         self._asked = False
+
+    @property
+    def carries(self) -> bool:
+        """Gradients of the step before were not cleared, and none of this step have come."""
+        return not self.came and any(unit.hidden.have_gradients for unit in self._reduced)
+
+    def begin_passes(self) -> None:
+        """The passes of a micro-batch begin."""
+        self._pass = []
+
+    def end_passes(self) -> None:
+        """They are over. What they did is what a rank without samples has to do beside those of others."""
+        if self._pass and not self._collectives.lost:  # else some were issued twice, and some not at all
+            self._whole_pass = self._pass
+        self._pass = []
+
+    def refuse_half_a_pass(self) -> None:
+        """Outside of backward passes. Raises PreconditionError: one of this step raised an error half way."""
+        if self._in_backward and not in_backward():
+            raise half_a_pass()
 
     def settle(self) -> None:
         """Collectives on their way are waited for. Whether they fail is all the same by now."""
@@ -308,7 +334,7 @@ class ShardedExecution:
         """A module that is a block is about to compute."""
         if block is self._root and not self._in_backward:
             if self._root_forwards == 0:
-                self._visited, self._pass = [], []
+                self._visited = []
             self._root_forwards += 1
         self._gather(block.units)
         if self._in_backward:  # recomputed from a checkpoint
@@ -355,6 +381,8 @@ class ShardedExecution:
         Raises:
             PreconditionError: it is no pass of a step.
         """
+        if not self._in_backward:
+            self.before_backward()
         if self.factor is None:
             raise PreconditionError(
                 "a backward pass outside of a step: the model was in eval mode when the step was to begin, and so did not begin it. Call "
@@ -391,8 +419,11 @@ class ShardedExecution:
 
     def _enter_backward(self) -> None:
         if not self._in_backward:
+            self.before_backward()
             self._in_backward = True
             self._next = 0
+            if torch.is_grad_enabled():  # with create_graph: what follows goes through the parameters' values again
+                self.pinned = True
             self.show_gradients()
             Variable._execution_engine.queue_callback(self._after_backward)
 
@@ -400,12 +431,10 @@ class ShardedExecution:
         if self.reduces_in_backward:
             self._reduce_ready(all_of_them=True)
         self._leave_backward()
-        self.free_all()
+        if not torch.is_grad_enabled():
+            self.free_all()
         for unit in self._reduced:
             unit.hidden.hide_gradients()
-        if not self._collectives.lost:  # else some were issued twice, and some not at all
-            self._whole_pass = self._pass
-        self._pass = []
 
     def _leave_backward(self) -> None:
         self._in_backward = False

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from shoal_worker.elastic.evaluation import should_early_stop
 from shoal_worker.elastic.loader_interface import Placement, StepStatus
@@ -55,22 +56,45 @@ class ShardedOptimizer(ForwardingOptimizer):
         self.defaults = optimizer.defaults
         session.registered.advance_with(optimizer)
         self._patch_step_hooks()
+        self._refuse_step_hooks()
 
     def _patch_step_hooks(self) -> None:
         self.__dict__.setdefault("_optimizer_step_pre_hooks", self.optimizer._optimizer_step_pre_hooks)
         self.__dict__.setdefault("_optimizer_step_post_hooks", self.optimizer._optimizer_step_post_hooks)
 
+    def _refuse_step_hooks(self, registered: str | None = None) -> None:
+        """Raises ConfigurationError: the optimizer has a step hook, or is to get one, and it would see parts."""
+        own = self.optimizer
+        if self._engine.updates_parts and (registered or own._optimizer_step_pre_hooks or own._optimizer_step_post_hooks):
+            raise ConfigurationError(
+                f"{registered or 'a step hook'} of {type(own).__name__} with strategy={self._engine.strategy!r}: this process's optimizer "
+                "does not update whole parameters, so a hook would not find what it finds in one process. Do it in the loop, before or "
+                "after optimizer.step(): model.clip_grad_norm_(max_norm) clips, model.with_parameters(values) sets values"
+            )
+
+    def register_step_pre_hook(self, hook: Any) -> RemovableHandle:
+        """See `torch.optim.Optimizer`. Raises ConfigurationError where the optimizer does not update whole parameters."""
+        self._refuse_step_hooks("register_step_pre_hook")
+        return super().register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> RemovableHandle:
+        """See `torch.optim.Optimizer`. Raises ConfigurationError where the optimizer does not update whole parameters."""
+        self._refuse_step_hooks("register_step_post_hook")
+        return super().register_step_post_hook(hook)
+
     def step(self, closure: Callable[[], Any] | None = None) -> StepStatus:  # type: ignore[override]  # torch's returns the closure's loss
         """Applies the step that the backward pass prepared, on all ranks or on none; see `StepStatus`.
 
         Raises:
-            ConfigurationError: `closure` was given: it would run the backward pass again, outside of the step.
+            ConfigurationError: `closure` was given: it would run the backward pass again, outside of the step; or there are step hooks, and
+                the optimizer does not update whole parameters.
         """
         if closure is not None:
             raise ConfigurationError(
                 f"{type(self.optimizer).__name__}.step(closure): closures run the backward pass again, outside of the step; "
                 "use an optimizer that needs none (LBFGS does)"
             )
+        self._refuse_step_hooks()
         scaled, inspected = self._set_by_scaler("grad_scale") is not None, self._set_by_scaler("found_inf") is not None
         status = self._engine.finish_step(self._update, scaled=scaled, inspected=inspected)
         before, self._stood = self._stood, self.membership

@@ -16,6 +16,7 @@ from torchmetrics import MetricTracker
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from shoal.integrations.lightning.checkpoints import Checkpoints
+from shoal.integrations.lightning.preparing import preparers
 
 STRATEGIES: Final = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
 """Under which a module's own forward and backward passes train it. The others take a batch through `train_step`, or are no synchronous
@@ -38,7 +39,6 @@ _CALLBACKS: Final[dict[type[Any], str]] = {
 """Callbacks that cannot be kept, with what to do instead."""
 
 _MODULE: Final = {
-    "prepare_data": "its other workers would not wait: prepare it in the script, under `with shoal.main_first():`",
     "optimizer_step": "a step may be void: set learning rates by a schedule, and gradients in on_before_optimizer_step",
     "optimizer_zero_grad": "the strategy clears gradients",
     "configure_gradient_clipping": "gradients may be cut over the ranks: give gradient_clip_val",
@@ -58,13 +58,16 @@ def check_trainer(trainer: pl.Trainer) -> None:
     if trainer.state.fn is TrainerFn.FITTING:
         _check_callbacks(trainer)
         _check_module(trainer.lightning_module)
-    elif is_overridden("prepare_data", trainer.lightning_module):
-        raise _refuse(f"{type(trainer.lightning_module).__name__}.prepare_data", _MODULE["prepare_data"])
     datamodule = getattr(trainer, "datamodule", None)
-    for name in ("prepare_data", "state_dict", "load_state_dict"):
+    for name in ("state_dict", "load_state_dict"):
         if datamodule is not None and is_overridden(name, datamodule, pl.LightningDataModule):
-            instead = _MODULE["prepare_data" if name == "prepare_data" else "on_save_checkpoint"]
-            raise _refuse(f"{type(datamodule).__name__}.{name}", instead)
+            raise _refuse(f"{type(datamodule).__name__}.{name}", _MODULE["on_save_checkpoint"])
+    for owner in preparers(trainer):
+        if not owner.prepare_data_per_node:
+            raise _refuse(
+                f"{type(owner).__name__}.prepare_data_per_node=False",
+                "it prepares on each machine; where machines share a directory, have prepare_data look for what is there already",
+            )
 
 
 def _check_arguments(trainer: pl.Trainer) -> None:

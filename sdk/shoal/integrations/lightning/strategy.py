@@ -6,6 +6,7 @@ Shoal's (`fit_loop.py`), put into the Trainer before it trains. What cannot be d
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +27,7 @@ from shoal_worker.strategies.optimizer import ShardedOptimizer
 from shoal.integrations.lightning.checkpoints import Checkpoints
 from shoal.integrations.lightning.evaluation import ElasticEvaluation, ElasticPrediction
 from shoal.integrations.lightning.fit_loop import ElasticFit
+from shoal.integrations.lightning.preparing import prepare_data
 from shoal.integrations.lightning.refusals import STRATEGIES, check_metrics, check_trainer, use_checkpoints
 
 
@@ -132,6 +134,8 @@ class ShoalStrategy(Strategy):
         if trainer.state.fn is TrainerFn.FITTING:
             self._checkpoints = use_checkpoints(trainer)
             trainer.num_sanity_val_steps = 0  # a worker that joins would hold up the others with it
+        connector: Any = trainer._data_connector
+        connector.prepare_data = functools.partial(prepare_data, trainer)
         self.note_who_writes()
         super().setup_environment()
 

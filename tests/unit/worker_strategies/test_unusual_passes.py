@@ -1,0 +1,297 @@
+"""Loops that treat gradients and passes in unusual ways end as one process does, or are told that they cannot."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import shoal
+import torch
+from shoal_common.errors import ConfigurationError, PreconditionError
+from torch import nn
+from torch.utils.data import TensorDataset
+
+CUT = ["zero1", "zero2", "zero3", "fsdp", "hsdp"]
+SPLIT = ["tensor", "hybrid"]
+SAMPLES, BATCH = 28, 14
+"""Micro-batches of 4, 4, 4 and 2."""
+
+Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]
+Loop = Callable[[Any, Any, Batches], None]
+
+
+class Net(nn.Module):
+    """Has a method beside `forward` that trains a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)))
+        self.head = nn.Linear(6, 3)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.head(self.body(x))
+        return output
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.head(self.body(x)), y)
+
+
+def data() -> TensorDataset:
+    x = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return TensorDataset(x, x[:, :3].square())
+
+
+def loss_of(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(model(x), y)
+
+
+def plain(loop: Loop) -> dict[str, torch.Tensor]:
+    net = Net()
+    x, y = data().tensors
+    loop(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), list(zip(x.split(BATCH), y.split(BATCH), strict=True)) * 3)
+    return net.state_dict()
+
+
+def prepared(strategy: str, *, micro: int | None = None) -> tuple[Any, Any, Any]:
+    net = Net()
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), strategy=strategy, minimum_parameter_group_size=1
+    )
+    return model, optimizer, shoal.ElasticDataLoader(data(), global_batch_size=BATCH, micro_batch_size=micro, shuffle=False)
+
+
+def train(strategy: str, loop: Loop) -> dict[str, torch.Tensor]:
+    model, optimizer, loader = prepared(strategy)
+    loop(model, optimizer, (batch for _ in loader.epochs(3) for batch in loader))
+    state: dict[str, torch.Tensor] = model.full_state_dict()
+    return state
+
+
+def assert_as_in_one_process(strategy: str, loop: Loop, *, world_size: int = 2) -> None:
+    expected = plain(loop)
+    for state in shoal.launch(functools.partial(train, strategy, loop), world_size=world_size):
+        torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
+
+
+# -------------------------------------------------------------------------------------------------------------- gradients that stay
+
+
+def clears_every_second_step(model: Any, optimizer: Any, batches: Batches) -> None:
+    for number, (x, y) in enumerate(batches):
+        loss_of(model, x, y).backward()
+        optimizer.step()
+        if number % 2:
+            optimizer.zero_grad()
+
+
+def clears_behind_the_forward_pass(model: Any, optimizer: Any, batches: Batches) -> None:
+    for x, y in batches:
+        loss = loss_of(model, x, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def clears_by_hand(model: Any, optimizer: Any, batches: Batches) -> None:
+    for x, y in batches:
+        for parameter in model.parameters():
+            parameter.grad = None
+        loss_of(model, x, y).backward()
+        optimizer.step()
+
+
+def clears_what_another_pass_has_left(model: Any, optimizer: Any, batches: Batches) -> None:
+    """As a GAN's generator leaves gradients in the discriminator."""
+    for x, y in batches:
+        loss_of(model, x, y).backward()
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", [*CUT, *SPLIT])
+def test_gradients_of_the_step_before_are_not_added_to_without_a_word(strategy: str) -> None:
+    with pytest.raises(
+        PreconditionError, match=r"gradients of the last step were not cleared.*zero_grad\(\) in every step.*micro_batch_size="
+    ):
+        shoal.launch(functools.partial(train, strategy, clears_every_second_step), world_size=2)
+
+
+def test_under_ddp_they_are_added_to_as_in_one_process() -> None:
+    assert_as_in_one_process("ddp", clears_every_second_step)
+
+
+@pytest.mark.parametrize("loop", [clears_behind_the_forward_pass, clears_by_hand, clears_what_another_pass_has_left])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "tensor"])
+def test_gradients_are_cleared_anywhere_before_they_are_needed(strategy: str, loop: Loop) -> None:
+    assert_as_in_one_process(strategy, loop)
+
+
+# --------------------------------------------------------------------------------------------------------------------- unusual passes
+
+
+def trains_by_a_method(model: Any, optimizer: Any, batches: Batches) -> None:
+    """The passes do not go through `model(...)`."""
+    for x, y in batches:
+        model.loss(x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_a_pass_through_a_method_of_the_module_counts_as_one_through_the_model(strategy: str) -> None:
+    assert_as_in_one_process(strategy, trains_by_a_method)
+
+
+def by_turns(strategy: str) -> dict[str, torch.Tensor]:
+    """The first micro-batch of a step goes through the model, the others through a method of the module."""
+    model, optimizer, loader = prepared(strategy, micro=4)
+    for _ in loader.epochs(3):
+        for step in loader.steps():
+            for number, (x, y) in enumerate(step):
+                (loss_of(model, x, y) if number == 0 else model.loss(x, y)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    state: dict[str, torch.Tensor] = model.full_state_dict()
+    return state
+
+
+def plainly(model: Any, optimizer: Any, batches: Batches) -> None:
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+def test_each_micro_batch_has_its_own_weight_whatever_it_goes_through(strategy: str, world_size: int) -> None:
+    expected = plain(plainly)
+    for state in shoal.launch(functools.partial(by_turns, strategy), world_size=world_size):
+        torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
+
+
+def penalizes(model: Any, optimizer: Any, batches: Batches) -> None:
+    """A penalty on the gradient of the output by the input, as of a Wasserstein GAN: its backward pass goes through a backward pass."""
+    for x, y in batches:
+        x = x.clone().requires_grad_()
+        output = model(x)
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        (nn.functional.mse_loss(output, y) + 0.1 * slope.square().sum(1).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", *CUT, "hybrid"])
+def test_a_backward_pass_goes_through_a_backward_pass(strategy: str) -> None:
+    assert_as_in_one_process(strategy, penalizes)
+
+
+def test_through_layers_that_are_split_no_backward_pass_goes_through_another() -> None:
+    with pytest.raises(PreconditionError, match=r"create_graph=True, with strategy='tensor'.*take zero2 or fsdp"):
+        shoal.launch(functools.partial(train, "tensor", penalizes), world_size=2)
+
+
+def penalizes_in_parts(strategy: str, parts: int | None) -> dict[str, torch.Tensor]:
+    model, optimizer, loader = prepared(strategy, micro=parts)
+    for _ in loader.epochs(3):
+        for step in loader.steps():
+            for x, y in step:
+                penalizes_once(model, x, y)
+            optimizer.step()
+            optimizer.zero_grad()
+    state: dict[str, torch.Tensor] = model.full_state_dict()
+    return state
+
+
+def penalizes_once(model: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    x = x.clone().requires_grad_()
+    model(x.detach())  # a pass that nothing comes of
+    output = model(x)
+    (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    (nn.functional.mse_loss(output, y) + 0.1 * slope.square().sum(1).mean()).backward()
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
+def test_ranks_with_fewer_micro_batches_take_part_in_all_passes_of_one(strategy: str) -> None:
+    """Of three ranks two have one micro-batch, and one has two: for the others' sake it has to know all that one does."""
+    expected = plain(penalizes)
+    for state in shoal.launch(functools.partial(penalizes_in_parts, strategy, 4), world_size=3):
+        torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
+
+
+# ------------------------------------------------------------------------------------------------------------------ errors and hooks
+
+
+class Raising(torch.autograd.Function):
+    """Its backward pass raises once."""
+
+    armed = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        if Raising.armed:
+            Raising.armed = False
+            raise ArithmeticError("in the middle of a backward pass")
+        return gradients[0]
+
+
+def begins_again(model: Any, optimizer: Any, batches: Batches) -> None:
+    for x, y in batches:
+        for _ in range(2):
+            try:
+                loss_of(model, x, y).backward()
+                break
+            except ArithmeticError:
+                optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", *CUT])
+def test_a_backward_pass_that_was_caught_half_way_is_told(strategy: str) -> None:
+    def rank() -> None:
+        model, optimizer, loader = prepared(strategy)
+        model.module.body[0].register_forward_hook(lambda module, args, output: Raising.apply(output))
+        Raising.armed = True
+        begins_again(model, optimizer, loader)
+
+    with pytest.raises(PreconditionError, match="raised an error half way") as raised:
+        shoal.launch(rank, world_size=1)
+    assert raised.value.reason == "BACKWARD_INCOMPLETE"
+
+
+def hook(*_: Any) -> None:
+    """A step hook."""
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "tensor"])
+@pytest.mark.usefixtures("fresh_session")
+def test_step_hooks_are_refused_where_the_optimizer_has_parts(strategy: str) -> None:
+    net = Net()
+    inner = torch.optim.SGD(net.parameters(), 0.1)
+    model, optimizer = shoal.as_distributed(net, inner, strategy=strategy)
+    for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+        with pytest.raises(ConfigurationError, match=r"register_step_p\w+_hook of SGD with strategy='\w+'.*in the loop"):
+            register(hook)
+    inner.register_step_pre_hook(hook)
+    loss_of(model, *data()[:4]).backward()
+    with pytest.raises(ConfigurationError, match="a step hook of SGD"):
+        optimizer.step()
+
+
+@pytest.mark.usefixtures("fresh_session")
+def test_step_hooks_that_were_there_before_are_refused_at_once() -> None:
+    net = Net()
+    inner = torch.optim.SGD(net.parameters(), 0.1)
+    inner.register_step_post_hook(hook)
+    with pytest.raises(ConfigurationError, match="a step hook of SGD"):
+        shoal.as_distributed(net, inner, strategy="zero2")

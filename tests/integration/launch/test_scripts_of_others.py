@@ -17,7 +17,8 @@ OFFLINE = {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
 
 
 def of_accelerate(name: str) -> Path:
-    """A script of its own tests. Not among those here: test_distributed_data_loop, which hangs on CPUs under torchrun as well."""
+    """A script of its own tests. Not among those here: test_distributed_data_loop, which hangs on CPUs under torchrun as well, and
+    test_ops, which takes itself for a process alone on CPUs, so that it would test nothing, and says whether it was one."""
     found = find_spec("accelerate")
     assert found is not None
     assert found.submodule_search_locations is not None
@@ -30,7 +31,7 @@ def endings(output: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["test_script", "test_sync", "test_ops"])
+@pytest.mark.parametrize("name", ["test_script", "test_sync"])
 def test_accelerates_own_scripts_pass(shell: Shell, name: str) -> None:
     shell.environment.update(OFFLINE)
     command = shell.start("run", *IN_TWO, of_accelerate(name))

@@ -35,11 +35,14 @@ def finish(command: Any) -> list[dict[str, Any]]:
     return told(command.stdout)
 
 
-def run_alone(program: Path, directory: Path, strategy: str, environment: Mapping[str, str]) -> dict[str, Any]:
+def run_alone(
+    program: Path, directory: Path, strategy: str, environment: Mapping[str, str], *also: str, cwd: Path | None = None
+) -> dict[str, Any]:
     """What one process without a job ends with, which writes into `directory`."""
     ended = subprocess.run(
-        [sys.executable, program, directory, strategy],
+        [sys.executable, program, directory, strategy, *also],
         check=False,
+        cwd=cwd,
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -50,12 +53,15 @@ def run_alone(program: Path, directory: Path, strategy: str, environment: Mappin
     return result
 
 
-def runs_alone(factory: pytest.TempPathFactory, program: Path, model: str, environment: Mapping[str, str]) -> Alone:
-    """What one process without a job ends with, by strategy, and the file `model` that it writes; each is run once."""
+def runs_alone(
+    factory: pytest.TempPathFactory, program: Path, model: str, environment: Mapping[str, str], *also: str, cwd: Path | None = None
+) -> Alone:
+    """What one process without a job ends with, by strategy, and the file `model` that it writes; each is run once. `also`: further
+    arguments."""
 
     @cache
     def run(strategy: str) -> tuple[dict[str, Any], Path]:
         directory = factory.mktemp(strategy)
-        return run_alone(program, directory, strategy, environment), directory / model
+        return run_alone(program, directory, strategy, environment, *also, cwd=cwd), directory / model
 
     return run

@@ -78,7 +78,10 @@ def adds_an_error(module: Any) -> None:
         ({"ckpt_path": "last.ckpt"}, r"Checkpoints\(directory, resume=True\), and leave ckpt_path out"),
         ({"options": {"deterministic": True}}, "deterministic=True.* with accumulate_grad_batches=1"),
         ({"module": {"automatic_optimization": False}}, "automatic_optimization=False.*write the loop out"),
-        ({"module": {"prepare_data": lambda module: None}}, "prepare_data.*shoal.main_first"),
+        (
+            {"module": {"prepare_data": lambda module: None, "prepare_data_per_node": False}},
+            "Net.prepare_data_per_node=False.*it prepares on each machine",
+        ),
         ({"module": {"on_save_checkpoint": lambda module, checkpoint: None}}, "on_save_checkpoint.*shoal.register_state"),
         ({"module": {"configure_optimizers": two_optimizers}}, "expects one optimizer|multiple optimizers"),
         ({"module": {"training_step": lambda module, batch, batch_idx: None}}, r"return a loss of zero"),

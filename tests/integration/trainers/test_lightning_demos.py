@@ -1,0 +1,67 @@
+"""Models that come with Lightning, unchanged, under Shoal's strategy: its BoringModel, with which it tests its own strategies, and the word
+language model of torch's examples, which it has ported."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.trainers.runs import IN_TWO, Alone, finish, runs_alone, told
+
+Shell = Any  # of tests/integration/conftest.py
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "lightning_demos.py"
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a text of 48 windows of 35 words, where the language model looks for its own."""
+    directory = tmp_path_factory.mktemp("words")
+    draw = random.Random(0)
+    lines = [" ".join(f"word{draw.randrange(60)}" for _ in range(20)) for _ in range(82)]
+    (directory / "data").mkdir()
+    (directory / "data" / "wikitext-2.txt").write_text("\n".join(lines) + "\n")
+    return directory
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = torch.load(path, weights_only=True)["state_dict"]
+    return state
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, words: Path) -> Alone:
+    """What Lightning's own strategy ends with in one process, by model."""
+    return runs_alone(tmp_path_factory, PROGRAM, "model.ckpt", {}, "plain", cwd=words)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "zero2", "fsdp", pytest.param("zero1", marks=pytest.mark.matrix), pytest.param("zero3", marks=pytest.mark.matrix)]
+)
+def test_a_boring_model_is_fitted_validated_tested_and_predicted_with(shell: Shell, alone: Alone, strategy: str) -> None:
+    """Its data are drawn anew for each of these, so that weights alone can be compared with another process's; the ranks agree on all."""
+    expected, model = alone("boring")
+    results = finish(shell.start(*IN_TWO, PROGRAM, shell.directory / "run", "boring", strategy))
+    assert results[0] == results[1]
+    assert results[0]["steps"] == expected["steps"] == 128
+    assert len(results[0]["predicted"]) == len(expected["predicted"]) == 64
+    torch.testing.assert_close(weights(shell.directory / "run" / "model.ckpt"), weights(model), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", pytest.param("ddp", marks=pytest.mark.matrix)])
+def test_the_language_model_of_torchs_examples_survives_a_kill(shell: Shell, alone: Alone, words: Path, strategy: str) -> None:
+    """One worker of the machine has prepared its data, and its replacement does not do so again."""
+    expected, model = alone("language")
+    (shell.directory / "data").symlink_to(words / "data")
+    command = shell.start(*IN_TWO, PROGRAM, shell.directory / "run", "language", strategy, "kill")
+    assert command.wait() == 0, command.stderr + command.stdout
+    assert "ended with SIGKILL; the others go on" in command.stderr
+    assert command.stdout.count("prepares data") == 1
+    assert [each["steps"] for each in told(command.stdout)] in ([expected["steps"]], [expected["steps"]] * 2)
+    torch.testing.assert_close(weights(shell.directory / "run" / "model.ckpt"), weights(model), rtol=0, atol=1e-5)

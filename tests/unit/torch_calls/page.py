@@ -48,6 +48,13 @@ are read and set there as ever, and element by element (`p.clamp_(-1, 1)`) all i
 
 What changes values (`load_state_dict`, `p.mul_`, `nn.init`) has to be done alike on every rank, as in torch's own data parallelism.
 
+## What the module is made of
+
+- Two parameters that share memory and are not one object (`b.weight.data = a.weight.data.t()`, `nn.Parameter(a.weight.data)`) train as in
+  one process under `ddp`. Other strategies would untie them, so `as_distributed` raises if one of them is trained: give both modules the
+  same `nn.Parameter`. Views of one storage that have no element in common are right everywhere. A buffer in a trained parameter's memory is
+  refused under every strategy (`tests/unit/worker_strategies/test_shared_memory.py`).
+
 ## A moving average
 
 `AveragedModel(model)` is a copy of the whole model under every strategy. `update_parameters(model)` needs whole values on every rank, so

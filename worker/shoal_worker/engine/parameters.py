@@ -8,7 +8,7 @@ which the ranks compare digests. What one rank cannot read, none takes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -70,6 +70,71 @@ def check_shaped(module: nn.Module) -> None:
     """Raises ConfigurationError: a parameter or buffer of the module gets its shape in the first forward pass."""
     if any(is_lazy(t) for t in (*module.parameters(), *module.buffers())):
         raise ConfigurationError("the model has lazy parameters without a shape: run one batch through it before as_distributed")
+
+
+def check_memory(modules: Sequence[nn.Module], strategy: str, *, kept: bool) -> None:
+    """Raises ConfigurationError: two parameters, or a parameter and a buffer, have elements of memory in common, and one is trained.
+
+    Strategies move each parameter to memory of its own, so that what was one tensor would be two from then on. `kept`: this one leaves
+    them where they are, and two parameters may overlap; a parameter and a buffer may not, because buffers are written at a step's end.
+    """
+    members = [
+        _Member(f"{kind} {name!r}" + (f" of model {number}" if len(modules) > 1 else ""), kind == "buffer", tensor)
+        for number, module in enumerate(modules)
+        for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers()))
+        for name, tensor in named
+        if _has_memory(tensor)
+    ]
+    before: list[_Member] = []
+    for member in sorted(members, key=lambda one: one.begin):
+        before = [other for other in before if other.end > member.begin]
+        for other in before:
+            if other.tensor is not member.tensor and other.matters_beside(member, kept=kept) and other.shares_elements_with(member):
+                advice = (
+                    "Clone the buffer, or use the parameter in its place"
+                    if other.is_buffer or member.is_buffer
+                    else "To tie them, give both modules the same nn.Parameter (decoder.weight = encoder.weight), or use the one in the "
+                    "other's forward (encoder.weight.t()); else clone() one"
+                )
+                raise ConfigurationError(
+                    f"{other.name} and {member.name} share memory, but are two objects: with strategy={strategy!r} each would go on with "
+                    f"values of its own. {advice}"
+                )
+        before.append(member)
+
+
+class _Member:
+    """A tensor of a model, and where it lies."""
+
+    def __init__(self, name: str, is_buffer: bool, tensor: torch.Tensor) -> None:
+        self.name = name
+        self.is_buffer = is_buffer
+        self.tensor = tensor
+        self.extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        """Elements of memory from its first to its last."""
+        self.begin = tensor.data_ptr()
+        self.end = self.begin + self.extent * tensor.element_size()
+
+    def matters_beside(self, other: _Member, *, kept: bool) -> bool:
+        """Whether it may not overlap with `other`; `kept` as for `check_memory`."""
+        trained = any(not one.is_buffer and one.tensor.requires_grad for one in (self, other))
+        return trained and self.tensor.device == other.tensor.device and (not kept or self.is_buffer or other.is_buffer)
+
+    def shares_elements_with(self, other: _Member) -> bool:
+        """Whether an element of this one is one of `other`'s, which begins within it: two columns of a matrix have none in common."""
+        size, apart = self.tensor.element_size(), other.begin - self.begin
+        without_gaps = all(one.extent == one.tensor.numel() for one in (self, other))
+        if without_gaps or other.tensor.element_size() != size or apart % size:
+            return True
+        taken = torch.zeros(max(self.extent, apart // size + other.extent), dtype=torch.bool)
+        taken.as_strided(self.tensor.shape, self.tensor.stride()).fill_(True)
+        return bool(taken.as_strided(other.tensor.shape, other.tensor.stride(), apart // size).any())
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether it is made of elements at an address; not so on the meta device, sparse, or of a class that wraps other tensors."""
+    plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return plain and tensor.layout is torch.strided and not tensor.is_meta and not is_lazy(tensor) and tensor.numel() > 0
 
 
 T = TypeVar("T")

@@ -8,6 +8,7 @@ which the ranks compare digests. What one rank cannot read, none takes.
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,6 +17,7 @@ from shoal_common.errors import ConfigurationError, ShoalError
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from shoal_worker.elastic.group_members import GroupMembers
 from shoal_worker.state.digest import state_digest
 
 if TYPE_CHECKING:
@@ -101,6 +103,37 @@ def check_memory(modules: Sequence[nn.Module], strategy: str, *, kept: bool) -> 
                     f"values of its own. {advice}"
                 )
         before.append(member)
+
+
+class ModuleMembers:
+    """The parameters that a module has, where a strategy reduces gradients of those that it knows."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._known = {id(parameter): parameter for parameter in module.parameters()}
+        self._look()
+
+    def _look(self) -> None:
+        owners = list(self._module.modules())
+        self._tables = [table for owner in owners for table in (owner._parameters, owner._modules)]
+        self._sizes = list(map(len, self._tables))
+        self._places = [(owner._parameters, name) for owner in owners for name in owner._parameters]
+        self._found = [table[name] for table, name in self._places]
+
+    def check(self) -> None:
+        """Raises ConfigurationError: one that wants gradients has come. One that has another name or place is known all the same. Cheap
+        enough for each step."""
+        now = [table.get(name) for table, name in self._places]
+        if list(map(len, self._tables)) == self._sizes and all(map(operator.is_, now, self._found)):
+            return
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in self._known:
+                raise ConfigurationError(
+                    f"parameter {name!r} has come into the model after as_distributed, or was put in another's place: its gradients are not "
+                    "summed over the ranks. Change values in place (model.with_parameters(values), or p.copy_ within torch.no_grad()); "
+                    "build all parameters before as_distributed, and freeze those that come later with requires_grad_(False)"
+                )
+        self._look()
 
 
 class _Member:
@@ -212,7 +245,7 @@ def materialize(
             moved[id(tensor)] = _on(device, tensor)
         tensors[name] = moved[id(tensor)]
     for group in optimizer.param_groups if optimizer is not None else ():
-        group["params"] = [moved[id(parameter)] for parameter in group["params"]]
+        group["params"] = GroupMembers(moved[id(parameter)] for parameter in group["params"])
     own = dict(module.named_buffers(remove_duplicate=False))
     for name, value in given.items():
         own[name].copy_(value)

@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from shoal_worker.elastic.group_members import GroupMembers
 from shoal_worker.engine.hidden_parameters import Whereabouts
 from shoal_worker.engine.parameter_groups import in_buckets
 from shoal_worker.mesh.gradients import GradientsOfPasses, MeshGradients, ReplicatedGradients, ScatteredGradients
@@ -110,7 +111,7 @@ class Replicated(DataAxis):
     def use(self, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]], state: State) -> None:
         """See `DataAxis`."""
         for group, names in zip(optimizer.param_groups, groups, strict=True):
-            group["params"] = [self.pieces[name] for name in names if name in self.pieces]
+            group["params"] = GroupMembers(self.pieces[name] for name in names if name in self.pieces)
         optimizer.state.clear()
         for name, own in state.items():
             optimizer.state[self.pieces[name]] = {
@@ -223,7 +224,7 @@ class InShards(DataAxis):
         where = {name: (u, i) for u, unit in enumerate(self.units) for i, name in enumerate(unit.parameter_names)}
         for group, names in zip(optimizer.param_groups, groups, strict=True):
             here = [where[name] for name in names if name in where]
-            group["params"] = [holding.pieces[i] for u, i in here for holding in self.units[u].holdings]
+            group["params"] = GroupMembers(holding.pieces[i] for u, i in here for holding in self.units[u].holdings)
         optimizer.state.clear()
         saved = {"state": dict(enumerate(state.get(name, {}) for name in where))}
         spread([list(where.values())], saved, self.units, ShardedOptimizerState(optimizer))

@@ -355,6 +355,7 @@ class AccumulatedReduction:
             return
         if not self._open:
             self._start()  # a rank without micro-batches takes part with weight zero
+        self._check_complete()
         if session.elastic and not self._alone:
             self._send(step.share.total_weight if step.share is not None else None)
             if not self._flight.land():
@@ -367,6 +368,16 @@ class AccumulatedReduction:
             parameter.grad = mean.to_sparse(1) if mean is not None and id(parameter) in self._sparse_ids else mean
         if not self._alone:
             session.seal_step()
+
+    def _check_complete(self) -> None:
+        """Raises ConfigurationError: a parameter has a gradient that was not added up."""
+        known = {id(p) for p in self._parameters}
+        unfrozen = next((p for p in self._everything if p.requires_grad and p.grad is not None and id(p) not in known), None)
+        if unfrozen is not None:
+            raise ConfigurationError(
+                f"a parameter of shape {tuple(unfrozen.shape)} was given requires_grad=True between the micro-batches of a step, and has a "
+                "gradient that is not in the step's sum; set requires_grad ahead of the step's first micro-batch"
+            )
 
     def _send(self, total_weight: float | None) -> None:
         if self._compression is None:

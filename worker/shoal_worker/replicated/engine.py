@@ -24,7 +24,15 @@ from shoal_worker.engine.base import Engine, Setup
 from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.engine.compressed import compression_of
 from shoal_worker.engine.failed_collectives import LosingStep
-from shoal_worker.engine.parameters import check_optimizer_covers, check_shaped, check_trains, has_values, materialize, unsaved_buffers
+from shoal_worker.engine.parameters import (
+    ModuleMembers,
+    check_optimizer_covers,
+    check_shaped,
+    check_trains,
+    has_values,
+    materialize,
+    unsaved_buffers,
+)
 from shoal_worker.engine.passes import Loss, call_module, check_reproducible, loss_of
 from shoal_worker.engine.synchronized_norms import synchronize_norms
 from shoal_worker.replicated.buckets import AccumulatedReduction
@@ -52,6 +60,7 @@ class ReplicatedEngine(Engine):
         check_trains(self.module)
         synchronize_norms(self.module, self._session, sums=self.config.loss_reduction == "sum")
         self._step_buffers = CommittedBuffers(self.module)
+        self._members = ModuleMembers(self.module)
 
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
         """See `Engine`."""
@@ -174,6 +183,7 @@ class ReplicatedEngine(Engine):
         self.check_state(state)
         if not self.has_values():
             materialize(self.module, self.optimizer, self._session.device, buffers=state.get("buffers"))
+            self._members = ModuleMembers(self.module)
         with torch.no_grad():
             self.module.load_state_dict(state["model"])
         if self.optimizer is not None and state["optimizer"] is not None:
@@ -212,6 +222,11 @@ class ReplicatedEngine(Engine):
             self._compression.step_begins()
         if self._tables is not None:
             self._tables.step_begins()
+
+    def batch_begins(self) -> None:
+        """See `TrainingEngine`. Passes need not go through `forward`, and their gradients are to be noted from the first one on."""
+        if self._overlapped is None and self._session.elastic and any(p.requires_grad for p in self.module.parameters()):
+            self._reduction()
 
     def micro_batch_begins(self) -> None:
         """See `TrainingEngine`."""
@@ -270,6 +285,7 @@ class ReplicatedEngine(Engine):
         if step is None or step.share is None or step.lost is not None:
             return
         check_reproducible(self.config, step)
+        self._members.check()
         if self._in_micro_batches:
             if step.micro_batch is not None:
                 raise PreconditionError(
@@ -281,6 +297,8 @@ class ReplicatedEngine(Engine):
             self._session.seal_step()
         elif step.phase is StepPhase.OPEN or self._reduction().pending:
             self._reduction().synchronize()
+        else:
+            self._reduction().check_complete()
 
     @torch.no_grad()
     def discard_step(self) -> None:

@@ -1,7 +1,7 @@
 """The parameters of an optimizer's groups, as a strategy has put them there, so that others in their places are noticed.
 
-A strategy knows what an optimizer updates from `as_distributed` on: the model's parameters, or this rank's pieces of them. Whatever a script
-puts there later is updated by this rank alone, with a gradient that nobody has summed.
+A strategy knows what an optimizer updates from `as_distributed` on: the model's parameters, or this rank's pieces of them. Whatever a
+script puts there later is updated by this rank alone, with a gradient that nobody has summed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _changed(number: int, now: Sequence[torch.Tensor], given: Sequence[torch.Ten
     what = ", ".join(f"{len(shapes)} {verb} (shapes {shapes[:3]})" for verb, shapes in (("have come", come), ("are gone", gone)) if shapes)
     return ConfigurationError(
         f"the members of parameter group {number} are not those that as_distributed put there (the parameters, or this rank's pieces of "
-        f"them): {what or 'their order is another'}. Gradients of others are not summed over the ranks, and workers that join have the first "
-        "ones. Change values in place (model.with_parameters(values)); give the optimizer all parameters before as_distributed, and freeze "
+        f"them): {what or 'their order is another'}. Gradients of others are not summed over the ranks, and workers that join have the "
+        "first ones. Change values in place (model.with_parameters(values)); give the optimizer all parameters before as_distributed, and freeze "
         "those that are not to be trained with requires_grad_(False)"
     )

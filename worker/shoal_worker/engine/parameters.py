@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shoal_worker.elastic.group_members import GroupMembers
+from shoal_worker.engine.hidden_parameters import hooks_of
 from shoal_worker.state.digest import state_digest
 
 if TYPE_CHECKING:
@@ -129,9 +130,10 @@ class ModuleMembers:
         for name, parameter in self._module.named_parameters():
             if parameter.requires_grad and id(parameter) not in self._known:
                 raise ConfigurationError(
-                    f"parameter {name!r} has come into the model after as_distributed, or was put in another's place: its gradients are not "
-                    "summed over the ranks. Change values in place (model.with_parameters(values), or p.copy_ within torch.no_grad()); "
-                    "build all parameters before as_distributed, and freeze those that come later with requires_grad_(False)"
+                    f"parameter {name!r} has come into the model after as_distributed, or was put in another's place: its gradients are "
+                    "not summed over the ranks. Change values in place (model.with_parameters(values), or p.copy_ within "
+                    "torch.no_grad()); build all parameters before as_distributed, and freeze those that come later with "
+                    "requires_grad_(False)"
                 )
         self._look()
 
@@ -236,9 +238,16 @@ def materialize(
     device.
 
     Raises:
-        ConfigurationError: one of those is missing, or of another shape; nothing is changed.
+        ConfigurationError: one of those is missing, or of another shape, or a parameter has hooks; nothing is changed.
     """
     given = _given(module, buffers or {})
+    for _, _, tensor in _places(module):
+        if tensor.device != device and hooks_of(tensor):
+            raise ConfigurationError(
+                f"a parameter of shape {tuple(tensor.shape)} on {tensor.device} has hooks (register_hook, "
+                f"register_post_accumulate_grad_hook), and another takes its place on {device}, which would not have them: build the model "
+                "with values, or register them when the first step has begun"
+            )
     moved: dict[int, torch.Tensor] = {}
     for tensors, name, tensor in _places(module):
         if id(tensor) not in moved:

@@ -56,8 +56,7 @@ def train(strategy: str | None, register: Register, when: str) -> tuple[dict[str
     return net.state_dict() if strategy is None else model.full_state_dict(), called
 
 
-@pytest.mark.parametrize("when", ["before", "after", "between steps"])
-@pytest.mark.parametrize("register", [halving, noting])
+@pytest.mark.parametrize(("register", "when"), [(halving, "before"), (noting, "after"), (halving, "between steps")])
 @pytest.mark.parametrize("strategy", CALLED)
 def test_hooks_are_called_as_in_one_process(strategy: str, register: Register, when: str) -> None:
     expected, calls = train(None, register, when)

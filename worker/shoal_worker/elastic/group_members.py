@@ -51,6 +51,6 @@ def _changed(number: int, now: Sequence[torch.Tensor], given: Sequence[torch.Ten
     return ConfigurationError(
         f"the members of parameter group {number} are not those that as_distributed put there (the parameters, or this rank's pieces of "
         f"them): {what or 'their order is another'}. Gradients of others are not summed over the ranks, and workers that join have the "
-        "first ones. Change values in place (model.with_parameters(values)); give the optimizer all parameters before as_distributed, and freeze "
-        "those that are not to be trained with requires_grad_(False)"
+        "first ones. Change values in place (model.with_parameters(values)); give the optimizer all parameters before as_distributed, and "
+        "freeze those that are not to be trained with requires_grad_(False)"
     )

@@ -235,7 +235,8 @@ _REGISTER: Final = ("register_hook", "register_post_accumulate_grad_hook")
 
 def hooks_of(tensor: torch.Tensor) -> list[Any]:
     """The hooks that a user has put on a tensor's gradient."""
-    tables = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
+    with inside():
+        tables = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
     return [hook for table in tables for hook in (table or {}).values() if not _is_own(hook)]
 
 

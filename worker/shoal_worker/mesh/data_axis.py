@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from shoal_worker.elastic.group_members import GroupMembers
+from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.engine.hidden_parameters import Whereabouts
 from shoal_worker.engine.parameter_groups import in_buckets
 from shoal_worker.mesh.gradients import GradientsOfPasses, MeshGradients, ReplicatedGradients, ScatteredGradients
@@ -86,7 +87,9 @@ class DataAxis(abc.ABC):
         self.fetch()
 
     @abc.abstractmethod
-    def gradients(self, *, counts: Callable[[str], bool], first: bool, buffers: int, averages: bool, device: torch.device) -> MeshGradients:
+    def gradients(
+        self, *, counts: Callable[[str], bool], first: bool, buffers: CommittedBuffers, averages: bool, device: torch.device
+    ) -> MeshGradients:
         """`counts(name)`: of the ranks of a replica this one counts the parameter in the norm. `first`: it is of the first replica. The
         others: see `MeshGradients`."""
 
@@ -135,7 +138,9 @@ class Replicated(DataAxis):
     def fetch(self) -> None:
         """See `DataAxis`: every replica has made the same."""
 
-    def gradients(self, *, counts: Callable[[str], bool], first: bool, buffers: int, averages: bool, device: torch.device) -> MeshGradients:
+    def gradients(
+        self, *, counts: Callable[[str], bool], first: bool, buffers: CommittedBuffers, averages: bool, device: torch.device
+    ) -> MeshGradients:
         """See `DataAxis`."""
         return ReplicatedGradients(
             self.pieces, counts=lambda name: first and counts(name), buffers=buffers, averages=averages, device=device
@@ -255,7 +260,9 @@ class InShards(DataAxis):
         if self._stage is not Stage.PARAMETERS:
             self.gather()
 
-    def gradients(self, *, counts: Callable[[str], bool], first: bool, buffers: int, averages: bool, device: torch.device) -> MeshGradients:
+    def gradients(
+        self, *, counts: Callable[[str], bool], first: bool, buffers: CommittedBuffers, averages: bool, device: torch.device
+    ) -> MeshGradients:
         """See `DataAxis`."""
         made = ScatteredGradients if self.execution is None else functools.partial(GradientsOfPasses, execution=self.execution)
         return made(

@@ -17,6 +17,7 @@ from shoal_common.failpoints import failpoint
 from torch import nn
 
 from shoal_worker.elastic.channel import Channel
+from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.loader_interface import StepStatus
 from shoal_worker.elastic.row_store import RowStore
 from shoal_worker.elastic.step import StepPhase
@@ -264,11 +265,23 @@ class ReplicatedEngine(Engine):
             with LosingStep(self._session) as closing:
                 if group is None:
                     raise MembershipChanged("there is no group")
-                control = group.sum_numbers(control)
+                control = self._sum_closing(group, control)
                 failpoint("step.closed")
             if closing.failed:
                 return
         session.take_control_word(control)
+
+    @torch.no_grad()
+    def _sum_closing(self, group: Group, control: list[float]) -> list[float]:
+        """The control word of all ranks. Where a script has changed buffers behind the backward pass, on any rank, the word says so and
+        closes nothing: the buffers' changes are summed anew, and then it comes once more. Raises MembershipChanged."""
+        if self._in_micro_batches or not self._step_buffers.size:
+            return group.sum_numbers(control)
+        while True:
+            *summed, touched = group.sum_numbers([*control, float(self._step_buffers.touched)])
+            if not touched:
+                return summed
+            self._reduction().sum_buffers_again(group)
 
     @property
     def holds_unreduced_gradients(self) -> bool:

@@ -36,6 +36,7 @@ from shoal_worker.torch_internals import after_backward, in_backward
 
 if TYPE_CHECKING:
     from shoal_worker.config import ShardingConfiguration
+    from shoal_worker.elastic.group import Group
     from shoal_worker.elastic.loader_interface import Share
     from shoal_worker.elastic.strategy_interface import StrategySession
     from shoal_worker.engine.buffers import CommittedBuffers
@@ -147,6 +148,17 @@ class OverlappedReduction:
                 bucket.flat.zero_()
         self._forget_pass()
 
+    def sum_buffers_again(self, group: Group) -> None:
+        """A script has changed buffers since their changes were sent: sends all changes, by themselves. Raises MembershipChanged."""
+        factor = _factor(self._share)
+        if factor == 0.0:
+            changes = torch.zeros_like(self._changes)
+            self._buffers.leave_out(changes)
+        else:
+            changes = self._buffers.changes(self._changes) * factor
+        group.all_reduce(changes)
+        self._buffer_changes = changes
+
     def write_buffers(self) -> None:
         """Gives all ranks the same buffers: committed value plus weighted mean change."""
         if self._buffer_changes is not None:
@@ -233,6 +245,7 @@ class OverlappedReduction:
         if self._next == len(self._buckets):
             if factor == 0.0:
                 self._changes.zero_()
+                self._buffers.leave_out(self._changes)
             elif self._buffers.size:
                 torch.mul(self._buffers.changes(self._changes), factor, out=self._changes)
         if self._compression is None:

@@ -29,6 +29,7 @@ from shoal_worker.elastic.loader_interface import StepStatus
 from shoal_worker.elastic.worker_process import current_session, find_session, open_session
 from shoal_worker.engine import whole_batch as whole_batches
 from shoal_worker.engine.model_session import ModelSession
+from shoal_worker.engine.parameters import check_memory
 from shoal_worker.engine.several_models import SeveralEngines
 from shoal_worker.settings import WorkerSettings
 from shoal_worker.strategies import registry
@@ -133,6 +134,7 @@ def as_distributed(
     config = dataclasses.replace(config or ShardingConfiguration(), **common)
     if len(models) > 1:
         registry.check_several(model_class.declaration, models, config)
+    check_memory(models, strategy, kept=model_class.declaration.keeps_memory)
     specific = {name: value for name, value in options.items() if name not in _CONFIG_FIELDS}
     of_each = registry.options_of_each(specific, len(models)) if len(models) > 1 else [specific]
     taken_apart = [take_apart(each, config.compressor) for each in optimizers]

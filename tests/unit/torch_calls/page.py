@@ -48,6 +48,23 @@ are read and set there as ever, and element by element (`p.clamp_(-1, 1)`) all i
 
 What changes values (`load_state_dict`, `p.mul_`, `nn.init`) has to be done alike on every rank, as in torch's own data parallelism.
 
+## What the module is made of
+
+- Two parameters that share memory and are not one object (`b.weight.data = a.weight.data.t()`, `nn.Parameter(a.weight.data)`) train as in
+  one process under `ddp`. Other strategies would untie them, so `as_distributed` raises if one of them is trained: give both modules the
+  same `nn.Parameter`. Views of one storage that have no element in common are right everywhere. A buffer in a trained parameter's memory is
+  refused under every strategy (`tests/unit/worker_strategies/test_shared_memory.py`).
+- Parameters may be frozen and unfrozen between steps under `ddp`, `local_sgd` and `async_sgd`, on all ranks alike; other strategies refuse
+  it. A parameter that comes later, or in another's place, in the module or in `optimizer.param_groups`, is refused: change values in place
+  (`test_parameters_that_change.py` there).
+- `p.register_hook` and `p.register_post_accumulate_grad_hook` see, and may change, the gradient of this rank's samples, before the ranks'
+  are summed. Under `tensor`, `pipeline` and `hybrid` other tensors take the parameters' places, and hooks are refused, before
+  `as_distributed` and after it (`test_gradient_hooks.py`).
+- Buffers that a step changes become the ranks' mean: floating-point ones that `state_dict()` has, and all of int64. Change them in the
+  forward pass, or, with a plain batch and `backward()`, until `optimizer.step()`. What a script changes when the step is closed (behind
+  `train_step`, clipping, the inner loop over micro-batches, or `step()`) stays what each rank made of it, and has to be alike. Integers are
+  exact, and refused if they move by more than 2^40 in a step (`test_buffers.py`).
+
 ## A moving average
 
 `AveragedModel(model)` is a copy of the whole model under every strategy. `update_parameters(model)` needs whole values on every rank, so

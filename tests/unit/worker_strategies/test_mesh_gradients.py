@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.mesh.gradients import ReplicatedGradients
 from shoal_worker.mesh.rank_mesh import alone
 from torch import nn
@@ -19,7 +20,9 @@ SHAPES: Mapping[str, tuple[int, ...]] = {"weight": (3, 4), "kernel": (2, 3, 2, 2
 
 def gradients_of(dtype: torch.dtype = torch.float32, *, averages: bool = True) -> ReplicatedGradients:
     pieces = {name: nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in SHAPES.items()}
-    made = ReplicatedGradients(pieces, counts=lambda name: True, buffers=0, averages=averages, device=torch.device("cpu"))
+    made = ReplicatedGradients(
+        pieces, counts=lambda name: True, buffers=CommittedBuffers(nn.Module()), averages=averages, device=torch.device("cpu")
+    )
     made.begin()
     return made
 
@@ -85,7 +88,9 @@ def test_a_gradient_that_is_no_number_has_a_norm_that_is_none() -> None:
 
 def test_the_norm_of_a_long_gradient_keeps_its_digits() -> None:
     piece = nn.Parameter(torch.zeros(4096, 1024))
-    gradients = ReplicatedGradients({"piece": piece}, counts=lambda name: True, buffers=0, averages=False, device=torch.device("cpu"))
+    gradients = ReplicatedGradients(
+        {"piece": piece}, counts=lambda name: True, buffers=CommittedBuffers(nn.Module()), averages=False, device=torch.device("cpu")
+    )
     gradients.add(1.0, {"piece": torch.full_like(piece, 0.1)}, torch.zeros(0))
     assert gradients.squared_norm() == pytest.approx(piece.numel() * float(torch.tensor(0.1)) ** 2, rel=1e-5)
 

@@ -15,7 +15,8 @@ step, the same on all ranks that survive it.
 - Between steps: `operations` (over a `channel`), `evaluation`, `collectives` (what scripts tell each other) and `torch_calls` (by torch's
   own functions). At
   any time: `first_of_machine` (what one process of a machine does before the others).
-- Beside the model: `schedulers_and_scalers`, and `row_store` (rows of sparse tables, which servers hold).
+- Beside the model: `schedulers_and_scalers`, `group_members` (the parameters in an optimizer's groups), and
+  `row_store` (rows of sparse tables, which servers hold).
 - Waiting: `waiting` (for what), `stall_watch` (whom this rank does not reach), `desync_detector`, `divergence` and
   `replicas_compared` (ranks that have gone different ways), `progress` (what heartbeats and metrics tell), `told_loss` (the loss in it).
 """

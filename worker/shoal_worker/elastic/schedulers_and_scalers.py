@@ -35,6 +35,7 @@ from shoal_common.errors import ConfigurationError
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
+from shoal_worker.elastic.group_members import Memberships
 from shoal_worker.state.tree import flatten
 
 NAMES: Final[dict[type[Any], str]] = {LRScheduler: "scheduler", torch.amp.GradScaler: "scaler", AveragedModel: "averaged"}
@@ -145,6 +146,8 @@ class RegisteredState:
         """The models' parameters, as the user made them, by id."""
         self._groups: list[list[int]] = []
         """The numbers of the models' parameters in each of the optimizers' groups, as the user made them."""
+        self._memberships = Memberships()
+        """What is in them now."""
         self._parameters = ""
         """A digest of that, and of which parameters are trained."""
         self._last_scale: float | None = None
@@ -168,6 +171,7 @@ class RegisteredState:
         groups = [group for optimizer in optimizers if optimizer is not None for group in optimizer.param_groups]
         self._model = {id(parameter): weakref.ref(parameter) for parameter in known}
         self._groups = [[numbers.get(id(parameter), -1) for parameter in group["params"]] for group in groups]
+        self._memberships.begin(groups)
         self.note_trained([parameter.requires_grad for parameter in known])
 
     def let_go(self) -> None:
@@ -175,14 +179,15 @@ class RegisteredState:
         self._model = {}
 
     def check_groups(self) -> None:
-        """Raises ConfigurationError if the run's optimizers have got groups that no strategy knows of."""
-        groups = len(self._param_groups)
-        if self._groups and groups > len(self._groups):
+        """Raises ConfigurationError if the run's optimizers have got groups, or parameters in them, that no strategy knows of."""
+        groups = self._param_groups
+        if self._groups and len(groups) > len(self._groups):
             raise ConfigurationError(
-                f"the optimizers given to as_distributed have {groups} parameter groups, and had {len(self._groups)}: gradients of "
+                f"the optimizers given to as_distributed have {len(groups)} parameter groups, and had {len(self._groups)}: gradients of "
                 "parameters that are added later are not summed over the ranks. Give them all parameters before, and freeze those that "
                 "come later with requires_grad_(False)"
             )
+        self._memberships.check(groups)
 
     def check_alone(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises ConfigurationError if `optimizer`, which is about to step, is none of the run's and changes a model of it."""

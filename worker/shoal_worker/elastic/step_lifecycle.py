@@ -194,6 +194,8 @@ class StepLifecycle:
         seed_generators(key)
         if step.in_micro_batches:
             self._held.engine.micro_batch_begins()
+        else:
+            self._held.engine.batch_begins()
 
     def end_micro_batch(self) -> None:
         """See `LoaderSession`."""

@@ -186,6 +186,10 @@ class TrainingEngine(Protocol):
         """See `LoaderSession`. Raises ConfigurationError unless asynchronous."""
         ...
 
+    def batch_begins(self) -> None:
+        """The script gets this rank's batch of a step that is not in micro-batches."""
+        ...
+
     def micro_batch_begins(self) -> None:
         """The next micro-batch starts from the committed buffers and from no gradient."""
         ...

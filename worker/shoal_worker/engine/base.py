@@ -460,6 +460,9 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def step_begins(self) -> None: ...
 
+    def batch_begins(self) -> None:
+        """There is nothing to do before the passes."""
+
     @abc.abstractmethod
     def micro_batch_begins(self) -> None: ...
 

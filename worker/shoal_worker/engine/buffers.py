@@ -1,18 +1,27 @@
 """A module's buffers, and what they were when the last step was committed.
 
 A step changes buffers already in its forward pass. If it is lost they are put back; if it is committed all ranks must hold the same. So the
-ranks add up by how much each buffer changed, weighted, and go on from the committed value: one that no rank changed keeps its bits.
+ranks add up by how much each buffer changed, weighted, and go on from the committed value: one that no rank changed keeps its bits. What a
+script changes behind that sum, in the same step, stays as this rank's script made it, as what it changes between two steps does.
+
+Counters are integers, and stay exact: their changes are summed in float64, and one that is too large for that is refused. On a device
+that is found out without waiting for it, a step later.
 
 Buffers are found by where they hang, each time anew: modules also assign new tensors (`self.average = 0.9 * self.average + ...`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import torch
 from shoal_common.errors import ConfigurationError
 from torch import nn
+
+_LARGEST_CHANGE: Final = 2.0**40
+"""The mean over 4000 ranks of integers up to this, in float64, is off by less than a half."""
 
 
 class CommittedBuffers:
@@ -36,6 +45,15 @@ class CommittedBuffers:
         self._counters = slice(len(floats), len(floats) + len(counters))
         self._committed: list[torch.Tensor] = []
         self._sizes: list[int] = []
+        self._shapes: list[torch.Size] = []
+        self._base: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Statistics and counters as committed, flat, once they were asked for."""
+        self._taken: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Statistics and counters, flat, as they were when their changes were taken; None: as committed."""
+        self._seen: list[tuple[torch.Tensor | None, int]] = []
+        """The tensors that they were then, and torch's count of changes to each in place."""
+        self._largest: list[tuple[torch.Tensor, torch.Event]] = []
+        """Largest changes of counters, on their way from a device; each is here when its event has happened."""
         self.commit()
 
     @property
@@ -46,11 +64,12 @@ class CommittedBuffers:
     @property
     def dtype(self) -> torch.dtype:
         """What their changes are to be added up in."""
-        wide = any(buffer.dtype == torch.float64 for buffer in self._committed[self._floats])
+        wide = any(buffer.dtype in (torch.float64, torch.int64) for buffer in self._committed[: self._counters.stop])
         return torch.float64 if wide else torch.float32
 
     def commit(self) -> None:
         """What they are now is the committed state."""
+        self._base = self._taken = None
         if not self._places:
             return
         now = self._now()
@@ -59,9 +78,11 @@ class CommittedBuffers:
         else:
             self._committed = [buffer.clone() for buffer in now]
             self._sizes = [buffer.numel() for buffer in self._committed[: self._counters.stop]]
+            self._shapes = [buffer.shape for buffer in self._committed[: self._counters.stop]]
 
     def put_back(self) -> None:
         """What they were when the last step was committed."""
+        self._taken = None
         if self._places:
             self._write(self._committed)
 
@@ -71,31 +92,93 @@ class CommittedBuffers:
         Their weighted mean over the ranks is for `apply`.
 
         Raises:
-            ConfigurationError: one of them has another shape than before.
+            ConfigurationError: one of them has another shape than before, or a counter has moved by more than can be summed exactly.
         """
         if not self._sizes:
             return like.new_zeros(0)
-        now, before = self._now(), self._committed
-        for (owner, name), buffer, committed in zip(self._places, now, before[: self._counters.stop], strict=False):
+        now, before = self._shared(like), self._before(like)
+        self._taken, self._seen = now, self._in_sight()
+        counted = (now[1] - before[1]).to(like.dtype)
+        self._check_exact(counted)
+        return torch.cat([_moved(now[0], before[0]), counted])
+
+    def leave_out(self, like: torch.Tensor) -> None:
+        """What changed since the last commit is not for `changes`: it came of a pass that weighs nothing."""
+        if self._sizes:
+            self._taken, self._seen = self._shared(like), self._in_sight()
+
+    @property
+    def touched(self) -> bool:
+        """A script has changed one since the changes were last taken; by way of `.data`, which torch does not count, it may have."""
+        return self._taken is not None and any(
+            then is not now or before != after for (then, before), (now, after) in zip(self._seen, self._in_sight(), strict=True)
+        )
+
+    def _in_sight(self) -> list[tuple[torch.Tensor | None, int]]:
+        found = [owner._buffers.get(name) for owner, name in self._places[: self._counters.stop]]
+        try:
+            return [(buffer, 0 if buffer is None else buffer._version) for buffer in found]
+        except RuntimeError:  # one was made in torch.inference_mode(), and has no count
+            return [(buffer, 0) for buffer in found]
+
+    def apply(self, changes: torch.Tensor) -> None:
+        """They become what was committed plus `changes`, flat; and what has changed on this rank since those were taken.
+
+        Raises:
+            ConfigurationError: one of them has another shape than before.
+        """
+        if not self._sizes:
+            return
+        floats = sum(self._sizes[self._floats])
+        committed, now = self._before(changes), self._shared(changes)
+        taken = tuple(flat.to(changes.device) for flat in self._taken) if self._taken is not None else committed
+        moved = committed[0] + changes[:floats] + _moved(now[0], taken[0].to(changes.dtype))
+        counted = committed[1] + changes[floats:].round().to(torch.int64) + (now[1] - taken[1])
+        self._write([*_split(moved, self._committed[self._floats]), *_split(counted, self._committed[self._counters])])
+
+    def _shared(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Statistics and counters as they are now, flat. Raises ConfigurationError: one has another shape than before."""
+        now = self._now()
+        if [buffer.shape for buffer in now[: self._counters.stop]] != self._shapes:
+            self._refuse_shapes(now)
+        return _flat(now[self._floats], like.dtype, like.device), _flat(now[self._counters], torch.int64, like.device)
+
+    def _refuse_shapes(self, now: list[torch.Tensor]) -> None:
+        for (owner, name), buffer, committed in zip(self._places, now, self._committed[: self._counters.stop], strict=False):
             if buffer.shape != committed.shape:
                 raise ConfigurationError(
                     f"buffer {name!r} of {type(owner).__name__} had shape {tuple(committed.shape)} and has {tuple(buffer.shape)} after the "
                     "forward pass; the ranks add up its changes, so its shape must stay: register a cache with persistent=False"
                 )
-        floats, committed = (_flat(of[self._floats], like.dtype, like.device) for of in (now, before))
-        counted, counted_before = (_flat(of[self._counters], torch.int64, like.device) for of in (now, before))
-        # Where equal, zero: the difference of two infinities is not.
-        return torch.cat([torch.where(floats == committed, 0.0, floats - committed), (counted - counted_before).to(like.dtype)])
 
-    def apply(self, changes: torch.Tensor) -> None:
-        """They become what was committed plus `changes`, flat."""
-        if not self._sizes:
+    def _before(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Statistics and counters as they were committed, flat. Not to be written to."""
+        if self._base is None or (self._base[0].dtype, self._base[0].device) != (like.dtype, like.device):
+            statistics, counters = self._committed[self._floats], self._committed[self._counters]
+            self._base = _flat(statistics, like.dtype, like.device), _flat(counters, torch.int64, like.device)
+        return self._base
+
+    def _check_exact(self, counted: torch.Tensor) -> None:
+        """Raises ConfigurationError: a counter has moved too far, in this step or, on a device, in one before."""
+        if not counted.numel():
             return
-        statistics, counters = self._committed[self._floats], self._committed[self._counters]
-        floats = sum(self._sizes[self._floats])
-        moved = _flat(statistics, changes.dtype, changes.device) + changes[:floats]
-        counted = _flat(counters, torch.int64, changes.device) + changes[floats:].round().to(torch.int64)
-        self._write([*_split(moved, statistics), *_split(counted, counters)])
+        largest = torch.linalg.vector_norm(counted, math.inf)
+        if largest.device.type == "cpu":
+            self._refuse(float(largest))
+            return
+        arrival = torch.Event(largest.device)
+        self._largest.append((largest.to("cpu", non_blocking=True), arrival))
+        arrival.record()
+        while self._largest and self._largest[0][1].query():
+            self._refuse(float(self._largest.pop(0)[0]))
+
+    def _refuse(self, largest: float) -> None:
+        if largest > _LARGEST_CHANGE:
+            names = sorted({f"{type(owner).__name__}.{name}" for owner, name in self._places[self._counters]})
+            raise ConfigurationError(
+                f"one of the integer buffers {names[:5]} moved by {largest:.0f} in a step; the ranks sum their changes, which is exact up "
+                "to 2^40: keep what is no count (a seed, a hash) in a plain attribute of the module"
+            )
 
     def _now(self) -> list[torch.Tensor]:
         found = (owner._buffers.get(name) for owner, name in self._places)
@@ -123,6 +206,11 @@ def kept_buffers(module: nn.Module) -> Callable[[], None]:
         _copy([buffer.data for _, _, buffer in places], values)  # by way of .data, as above
 
     return put_back
+
+
+def _moved(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """The difference. Where equal, zero: the difference of two infinities is not."""
+    return torch.where(now == before, 0.0, now - before)
 
 
 def _kind(buffer: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
@@ -225,6 +226,60 @@ _TELLS: Final[dict[Any, Callable[..., Any]]] = {
     **{getattr(_T, name): _same for name in ("register_hook", "register_post_accumulate_grad_hook")},
 }
 """What a parameter without values answers: what it is, and not what is in it."""
+
+
+# ------------------------------------------------------------------------------------------------------------------------ users' own hooks
+
+_REGISTER: Final = ("register_hook", "register_post_accumulate_grad_hook")
+
+
+def hooks_of(tensor: torch.Tensor) -> list[Any]:
+    """The hooks that a user has put on a tensor's gradient."""
+    with inside():
+        tables = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
+    return [hook for table in tables for hook in (table or {}).values() if not _is_own(hook)]
+
+
+def _is_own(hook: Any) -> bool:
+    module = getattr(hook, "__module__", None) or type(hook).__module__
+    return bool(module.split(".")[0] == "shoal_worker")
+
+
+def refuse_hooks(parameters: Iterable[tuple[str, torch.Tensor]], strategy: str) -> None:
+    """No hook of a user's on the gradients of these parameters, by name, is to be lost: other tensors compute in their places.
+
+    From here on their `register_hook` and `register_post_accumulate_grad_hook` raise ConfigurationError.
+
+    Raises:
+        ConfigurationError: one has such a hook.
+    """
+    for name, parameter in parameters:
+        if hooks_of(parameter):
+            raise _no_hooks(name, strategy)
+        for method in _REGISTER:
+            setattr(parameter, method, _registering(parameter, method, _no_hooks(name, strategy)))
+
+
+def _registering(parameter: torch.Tensor, method: str, refusal: ConfigurationError) -> Callable[..., Any]:
+    """What `parameter.method` is from here on. It holds no reference to the parameter, which holds it."""
+    me, register = weakref.ref(parameter), getattr(torch.Tensor, method)
+
+    def registering(hook: Any) -> Any:
+        own = me()
+        if own is None or not _is_own(hook):
+            raise refusal
+        return register(own, hook)
+
+    return registering
+
+
+def _no_hooks(name: str, strategy: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"a hook on the gradient of parameter {name!r}, by register_hook or register_post_accumulate_grad_hook: with "
+        f"strategy={strategy!r} other tensors, parts of it, take its place whenever the ranks are divided, and the hook would be lost. "
+        "model.clip_grad_norm_(max_norm) and the loss's scale change gradients, model.get_gradients() shows this rank's part of them; "
+        "under ddp, zero1, zero2, zero3, fsdp and hsdp such hooks are called, with the gradient of this rank's samples"
+    )
 
 
 def guard_parts(pieces: Iterable[torch.Tensor], *, guarded: bool) -> None:

@@ -8,7 +8,8 @@ which the ranks compare digests. What one rank cannot read, none takes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -16,6 +17,8 @@ from shoal_common.errors import ConfigurationError, ShoalError
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from shoal_worker.elastic.group_members import GroupMembers
+from shoal_worker.engine.hidden_parameters import hooks_of
 from shoal_worker.state.digest import state_digest
 
 if TYPE_CHECKING:
@@ -70,6 +73,103 @@ def check_shaped(module: nn.Module) -> None:
     """Raises ConfigurationError: a parameter or buffer of the module gets its shape in the first forward pass."""
     if any(is_lazy(t) for t in (*module.parameters(), *module.buffers())):
         raise ConfigurationError("the model has lazy parameters without a shape: run one batch through it before as_distributed")
+
+
+def check_memory(modules: Sequence[nn.Module], strategy: str, *, kept: bool) -> None:
+    """Raises ConfigurationError: two parameters, or a parameter and a buffer, have elements of memory in common, and one is trained.
+
+    Strategies move each parameter to memory of its own, so that what was one tensor would be two from then on. `kept`: this one leaves
+    them where they are, and two parameters may overlap; a parameter and a buffer may not, because buffers are written at a step's end.
+    """
+    members = [
+        _Member(f"{kind} {name!r}" + (f" of model {number}" if len(modules) > 1 else ""), kind == "buffer", tensor)
+        for number, module in enumerate(modules)
+        for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers()))
+        for name, tensor in named
+        if _has_memory(tensor)
+    ]
+    before: list[_Member] = []
+    for member in sorted(members, key=lambda one: one.begin):
+        before = [other for other in before if other.end > member.begin]
+        for other in before:
+            if other.tensor is not member.tensor and other.matters_beside(member, kept=kept) and other.shares_elements_with(member):
+                advice = (
+                    "Clone the buffer, or use the parameter in its place"
+                    if other.is_buffer or member.is_buffer
+                    else "To tie them, give both modules the same nn.Parameter (decoder.weight = encoder.weight), or use the one in the "
+                    "other's forward (encoder.weight.t()); else clone() one"
+                )
+                raise ConfigurationError(
+                    f"{other.name} and {member.name} share memory, but are two objects: with strategy={strategy!r} each would go on with "
+                    f"values of its own. {advice}"
+                )
+        before.append(member)
+
+
+class ModuleMembers:
+    """The parameters that a module has, where a strategy reduces gradients of those that it knows."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._known = {id(parameter): parameter for parameter in module.parameters()}
+        self._look()
+
+    def _look(self) -> None:
+        owners = list(self._module.modules())
+        self._tables = [table for owner in owners for table in (owner._parameters, owner._modules)]
+        self._sizes = list(map(len, self._tables))
+        self._places = [(owner._parameters, name) for owner in owners for name in owner._parameters]
+        self._found = [table[name] for table, name in self._places]
+
+    def check(self) -> None:
+        """Raises ConfigurationError: one that wants gradients has come. One that has another name or place is known all the same. Cheap
+        enough for each step."""
+        now = [table.get(name) for table, name in self._places]
+        if list(map(len, self._tables)) == self._sizes and all(map(operator.is_, now, self._found)):
+            return
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in self._known:
+                raise ConfigurationError(
+                    f"parameter {name!r} has come into the model after as_distributed, or was put in another's place: its gradients are "
+                    "not summed over the ranks. Change values in place (model.with_parameters(values), or p.copy_ within "
+                    "torch.no_grad()); build all parameters before as_distributed, and freeze those that come later with "
+                    "requires_grad_(False)"
+                )
+        self._look()
+
+
+class _Member:
+    """A tensor of a model, and where it lies."""
+
+    def __init__(self, name: str, is_buffer: bool, tensor: torch.Tensor) -> None:
+        self.name = name
+        self.is_buffer = is_buffer
+        self.tensor = tensor
+        self.extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        """Elements of memory from its first to its last."""
+        self.begin = tensor.data_ptr()
+        self.end = self.begin + self.extent * tensor.element_size()
+
+    def matters_beside(self, other: _Member, *, kept: bool) -> bool:
+        """Whether it may not overlap with `other`; `kept` as for `check_memory`."""
+        trained = any(not one.is_buffer and one.tensor.requires_grad for one in (self, other))
+        return trained and self.tensor.device == other.tensor.device and (not kept or self.is_buffer or other.is_buffer)
+
+    def shares_elements_with(self, other: _Member) -> bool:
+        """Whether an element of this one is one of `other`'s, which begins within it: two columns of a matrix have none in common."""
+        size, apart = self.tensor.element_size(), other.begin - self.begin
+        without_gaps = all(one.extent == one.tensor.numel() for one in (self, other))
+        if without_gaps or other.tensor.element_size() != size or apart % size:
+            return True
+        taken = torch.zeros(max(self.extent, apart // size + other.extent), dtype=torch.bool)
+        taken.as_strided(self.tensor.shape, self.tensor.stride()).fill_(True)
+        return bool(taken.as_strided(other.tensor.shape, other.tensor.stride(), apart // size).any())
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether it is made of elements at an address; not so on the meta device, sparse, or of a class that wraps other tensors."""
+    plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return plain and tensor.layout is torch.strided and not tensor.is_meta and not is_lazy(tensor) and tensor.numel() > 0
 
 
 T = TypeVar("T")
@@ -138,16 +238,23 @@ def materialize(
     device.
 
     Raises:
-        ConfigurationError: one of those is missing, or of another shape; nothing is changed.
+        ConfigurationError: one of those is missing, or of another shape, or a parameter has hooks; nothing is changed.
     """
     given = _given(module, buffers or {})
+    for _, _, tensor in _places(module):
+        if tensor.device != device and hooks_of(tensor):
+            raise ConfigurationError(
+                f"a parameter of shape {tuple(tensor.shape)} on {tensor.device} has hooks (register_hook, "
+                f"register_post_accumulate_grad_hook), and another takes its place on {device}, which would not have them: build the model "
+                "with values, or register them when the first step has begun"
+            )
     moved: dict[int, torch.Tensor] = {}
     for tensors, name, tensor in _places(module):
         if id(tensor) not in moved:
             moved[id(tensor)] = _on(device, tensor)
         tensors[name] = moved[id(tensor)]
     for group in optimizer.param_groups if optimizer is not None else ():
-        group["params"] = [moved[id(parameter)] for parameter in group["params"]]
+        group["params"] = GroupMembers(moved[id(parameter)] for parameter in group["params"])
     own = dict(module.named_buffers(remove_duplicate=False))
     for name, value in given.items():
         own[name].copy_(value)

@@ -203,6 +203,10 @@ class SeveralEngines:
             model.begin(step)
             engine.step_begins()
 
+    def batch_begins(self) -> None:
+        for engine in self._engines:
+            engine.batch_begins()
+
     def micro_batch_begins(self) -> None:
         raise no_micro_batches()
 

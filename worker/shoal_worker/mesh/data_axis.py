@@ -14,6 +14,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from shoal_worker.elastic.group_members import GroupMembers
+from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.engine.hidden_parameters import Whereabouts
 from shoal_worker.engine.parameter_groups import in_buckets
 from shoal_worker.mesh.gradients import GradientsOfPasses, MeshGradients, ReplicatedGradients, ScatteredGradients
@@ -85,7 +87,9 @@ class DataAxis(abc.ABC):
         self.fetch()
 
     @abc.abstractmethod
-    def gradients(self, *, counts: Callable[[str], bool], first: bool, buffers: int, averages: bool, device: torch.device) -> MeshGradients:
+    def gradients(
+        self, *, counts: Callable[[str], bool], first: bool, buffers: CommittedBuffers, averages: bool, device: torch.device
+    ) -> MeshGradients:
         """`counts(name)`: of the ranks of a replica this one counts the parameter in the norm. `first`: it is of the first replica. The
         others: see `MeshGradients`."""
 
@@ -110,7 +114,7 @@ class Replicated(DataAxis):
     def use(self, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]], state: State) -> None:
         """See `DataAxis`."""
         for group, names in zip(optimizer.param_groups, groups, strict=True):
-            group["params"] = [self.pieces[name] for name in names if name in self.pieces]
+            group["params"] = GroupMembers(self.pieces[name] for name in names if name in self.pieces)
         optimizer.state.clear()
         for name, own in state.items():
             optimizer.state[self.pieces[name]] = {
@@ -134,7 +138,9 @@ class Replicated(DataAxis):
     def fetch(self) -> None:
         """See `DataAxis`: every replica has made the same."""
 
-    def gradients(self, *, counts: Callable[[str], bool], first: bool, buffers: int, averages: bool, device: torch.device) -> MeshGradients:
+    def gradients(
+        self, *, counts: Callable[[str], bool], first: bool, buffers: CommittedBuffers, averages: bool, device: torch.device
+    ) -> MeshGradients:
         """See `DataAxis`."""
         return ReplicatedGradients(
             self.pieces, counts=lambda name: first and counts(name), buffers=buffers, averages=averages, device=device
@@ -223,7 +229,7 @@ class InShards(DataAxis):
         where = {name: (u, i) for u, unit in enumerate(self.units) for i, name in enumerate(unit.parameter_names)}
         for group, names in zip(optimizer.param_groups, groups, strict=True):
             here = [where[name] for name in names if name in where]
-            group["params"] = [holding.pieces[i] for u, i in here for holding in self.units[u].holdings]
+            group["params"] = GroupMembers(holding.pieces[i] for u, i in here for holding in self.units[u].holdings)
         optimizer.state.clear()
         saved = {"state": dict(enumerate(state.get(name, {}) for name in where))}
         spread([list(where.values())], saved, self.units, ShardedOptimizerState(optimizer))
@@ -254,7 +260,9 @@ class InShards(DataAxis):
         if self._stage is not Stage.PARAMETERS:
             self.gather()
 
-    def gradients(self, *, counts: Callable[[str], bool], first: bool, buffers: int, averages: bool, device: torch.device) -> MeshGradients:
+    def gradients(
+        self, *, counts: Callable[[str], bool], first: bool, buffers: CommittedBuffers, averages: bool, device: torch.device
+    ) -> MeshGradients:
         """See `DataAxis`."""
         made = ScatteredGradients if self.execution is None else functools.partial(GradientsOfPasses, execution=self.execution)
         return made(

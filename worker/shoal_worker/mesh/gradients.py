@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from shoal_worker.elastic.group import Group
+from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.engine.hidden_parameters import drop_gradient
 from shoal_worker.sharding.collectives import Collectives
 from shoal_worker.sharding.execution import ShardedExecution
@@ -33,15 +34,21 @@ _SMALLEST: Final = 1e-12
 class MeshGradients(abc.ABC):
     """The gradients of this rank's part of the model, for one division of the ranks."""
 
-    def __init__(self, pieces: Mapping[str, nn.Parameter], *, buffers: int, averages: bool, device: torch.device) -> None:
-        """`buffers`: elements of them. `averages`: losses are means, so gradients weigh what their samples do."""
+    def __init__(self, pieces: Mapping[str, nn.Parameter], *, buffers: CommittedBuffers, averages: bool, device: torch.device) -> None:
+        """`buffers`: the part's. `averages`: losses are means, so gradients weigh what their samples do."""
         self._pieces = {name: piece for name, piece in pieces.items() if piece.requires_grad}
         self._averages = averages
         wide = any(piece.dtype == torch.float64 for piece in self._pieces.values())
-        sizes = [buffers, len(self._pieces), 1]
-        self._flat = torch.zeros(sum(sizes), dtype=torch.float64 if wide else torch.float32, device=device)
+        dtype = torch.float64 if wide else torch.float32
+        alike = buffers.dtype in (dtype, torch.float32)
+        sizes = [buffers.size if alike else 0, len(self._pieces), 1]
+        self._flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
         parts: Sequence[torch.Tensor] = self._flat.split(sizes)
         self._changes, self._presence, self._weight = parts
+        self._apart = None if alike else torch.zeros(buffers.size, dtype=buffers.dtype, device=device)
+        """The changes of buffers, where they need a wider dtype."""
+        if self._apart is not None:
+            self._changes = self._apart
 
     @abc.abstractmethod
     def added(self, name: str) -> torch.Tensor:
@@ -70,6 +77,7 @@ class MeshGradients(abc.ABC):
     def begin(self) -> None:
         """Begins a step."""
         self._flat.zero_()
+        self._changes.zero_()
 
     def add(self, weight: float, found: Mapping[str, torch.Tensor | None], changes: torch.Tensor) -> None:
         """What some passes have left: gradients by name, and changes of buffers. Passes that weigh nothing may have left anything, and are
@@ -81,7 +89,7 @@ class MeshGradients(abc.ABC):
             if gradient is not None:
                 self.add_one(name, gradient, self.factor(weight))
         self._presence += torch.tensor([found.get(name) is not None for name in self._pieces]).to(self._presence)
-        self._changes.add_(changes.to(self._flat), alpha=weight)
+        self._changes.add_(changes.to(self._changes), alpha=weight)
         self._weight += weight
 
     def add_one(self, name: str, gradient: torch.Tensor, factor: float) -> None:
@@ -114,6 +122,8 @@ class MeshGradients(abc.ABC):
     def sum_over(self, replicas: Group) -> None:
         """Sums the step's gradients over the replicas. Raises MembershipChanged."""
         replicas.all_reduce(self._flat)
+        if self._apart is not None:
+            replicas.all_reduce(self._apart)
 
     @property
     def names(self) -> Sequence[str]:
@@ -123,7 +133,7 @@ class MeshGradients(abc.ABC):
     @property
     def like(self) -> torch.Tensor:
         """Returns a tensor of the dtype and on the device that changes of buffers are wanted in."""
-        return self._flat
+        return self._changes
 
     @property
     def present(self) -> Mapping[str, bool]:
@@ -161,7 +171,13 @@ class ReplicatedGradients(MeshGradients):
     """
 
     def __init__(
-        self, pieces: Mapping[str, nn.Parameter], *, counts: Callable[[str], bool], buffers: int, averages: bool, device: torch.device
+        self,
+        pieces: Mapping[str, nn.Parameter],
+        *,
+        counts: Callable[[str], bool],
+        buffers: CommittedBuffers,
+        averages: bool,
+        device: torch.device,
     ) -> None:
         """`counts(name)`: this rank counts the parameter in the norm."""
         super().__init__(pieces, buffers=buffers, averages=averages, device=device)
@@ -210,6 +226,8 @@ class ReplicatedGradients(MeshGradients):
                 part.copy_(self.added(name))
         rest.copy_(self._flat)
         replicas.all_reduce(self._together)
+        if self._apart is not None:
+            replicas.all_reduce(self._apart)
         self._flat.copy_(rest)
         self._sums = together
 
@@ -291,7 +309,7 @@ class ScatteredGradients(MeshGradients):
         division: Division,
         collectives: Collectives,
         counted: Sequence[Unit],
-        buffers: int,
+        buffers: CommittedBuffers,
         averages: bool,
         device: torch.device,
     ) -> None:

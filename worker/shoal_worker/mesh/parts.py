@@ -23,6 +23,7 @@ from shoal_worker.engine.hidden_parameters import (
     gradient_of,
     hide,
     hide_gradient,
+    refuse_hooks,
     show,
     show_gradient,
 )
@@ -250,9 +251,9 @@ class ModelParts(StateInParts):
     def hide(self) -> None:
         """The module is laid out: between passes torch's own calls find what is said in `HiddenParameters`."""
         named = named_tensors(self.module)
-        self.hidden = HiddenParameters(
-            {name: named[name] for name in self.template.names if name in self.template.parameter_names}, self.whereabouts
-        )
+        parameters = {name: named[name] for name in self.template.names if name in self.template.parameter_names}
+        refuse_hooks(parameters.items(), self.whereabouts.strategy)
+        self.hidden = HiddenParameters(parameters, self.whereabouts)
         self.hidden.hide()
 
     def in_common(self) -> dict[str, int]:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from shoal_worker.elastic.step import Step
 from shoal_worker.engine.base import Setup
 from shoal_worker.engine.failed_collectives import LosingStep
+from shoal_worker.engine.hidden_parameters import refuse_hooks
 from shoal_worker.engine.parameters import check_shaped
 from shoal_worker.engine.partitioned import Closing, PartitionedEngine
 from shoal_worker.engine.passes import Loss, call_module, loss_of, when_gradients_come
@@ -37,6 +38,7 @@ class MeshPasses(PartitionedEngine[ModelParts, Closing]):
     def __init__(self, setup: Setup, plan: MeshPlan) -> None:
         super().__init__(setup)
         check_shaped(self.module)
+        refuse_hooks(self.module.named_parameters(), self.strategy)
         if self.config.deterministic:
             raise ConfigurationError(
                 f"deterministic=True with strategy={self.strategy!r}: how a model is split changes the order of its own sums, so results "

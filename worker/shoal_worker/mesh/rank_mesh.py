@@ -109,7 +109,7 @@ class RankMesh:
         self.gradients = parts.data_axis.gradients(
             counts=parts.counts,
             first=self.cut.at.data == 0,
-            buffers=self.buffers.size,
+            buffers=self.buffers,
             averages=averages,
             device=self._session.device,
         )

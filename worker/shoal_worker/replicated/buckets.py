@@ -307,6 +307,8 @@ class AccumulatedReduction:
         self._compression = compression
         self._alone = alone
         self._flight = Flight(session, compression)
+        self._apart: torch.Tensor | None = None
+        """The changes of buffers, where they need a wider dtype than the gradients' sum."""
         self._loss_sum = self._loss_weight = 0.0
         self._open = False
 
@@ -344,8 +346,10 @@ class AccumulatedReduction:
                 total.add_(grad.to(total.dtype), alpha=1.0 if self._sums else weight)
                 self._presence[i] += 1
         if weight != 0:
-            self._buffer_changes.add_(self._buffers.changes(self._flat), alpha=weight)
+            self._buffer_changes.add_(self._buffers.changes(self._buffer_changes), alpha=weight)
             self._weight_sum += weight
+        else:
+            self._buffers.leave_out(self._buffer_changes)
 
     def finish(self) -> None:
         """Reduces over all ranks and leaves the mean gradient in `.grad`; or marks the step lost."""
@@ -355,6 +359,7 @@ class AccumulatedReduction:
             return
         if not self._open:
             self._start()  # a rank without micro-batches takes part with weight zero
+        self._check_complete()
         if session.elastic and not self._alone:
             self._send(step.share.total_weight if step.share is not None else None)
             if not self._flight.land():
@@ -368,10 +373,22 @@ class AccumulatedReduction:
         if not self._alone:
             session.seal_step()
 
+    def _check_complete(self) -> None:
+        """Raises ConfigurationError: a parameter has a gradient that was not added up."""
+        known = {id(p) for p in self._parameters}
+        unfrozen = next((p for p in self._everything if p.requires_grad and p.grad is not None and id(p) not in known), None)
+        if unfrozen is not None:
+            raise ConfigurationError(
+                f"a parameter of shape {tuple(unfrozen.shape)} was given requires_grad=True between the micro-batches of a step, and has a "
+                "gradient that is not in the step's sum; set requires_grad ahead of the step's first micro-batch"
+            )
+
     def _send(self, total_weight: float | None) -> None:
         if self._compression is None:
             for chunk in self._flat.split(_CHUNK_ELEMENTS):
                 self._flight.send(chunk)
+            if self._apart is not None:
+                self._flight.send(self._apart)
             return
         self._compression.weigh(1.0 if self._sums else total_weight or 1.0)
         end = 0
@@ -379,6 +396,8 @@ class AccumulatedReduction:
             begin, end = end, end + sum(p.numel() for p in group)
             self._flight.send_compressed(self._flat[begin:end], "micro-batches", number, [p.shape for p in group])
         self._flight.send(self._flat[end:])
+        if self._apart is not None:
+            self._flight.send(self._apart)
 
     def write_buffers(self) -> None:
         """Replaces the buffers by their weighted mean over all micro-batches; keeps them if all weighed nothing."""
@@ -390,6 +409,7 @@ class AccumulatedReduction:
         if [id(p) for p in trained] != [id(p) for p in self._parameters]:
             self._lay_out(trained)
         self._flat.zero_()
+        self._buffer_changes.zero_()
         self._loss_sum = self._loss_weight = 0.0
         self._open = True
 
@@ -397,10 +417,15 @@ class AccumulatedReduction:
         if any(p.is_complex() for p in trained):
             raise ConfigurationError("complex parameters cannot be trained in micro-batches: use the loader without micro_batch_size=")
         self._parameters = trained
-        wide = self._config.deterministic or self._buffers.dtype == torch.float64 or any(p.dtype == torch.float64 for p in trained)
-        sizes = [*(p.numel() for p in trained), self._buffers.size, len(trained), 1]
-        self._flat = torch.zeros(sum(sizes), dtype=torch.float64 if wide else torch.float32, device=trained[0].device)
+        wide = self._config.deterministic or any(p.dtype == torch.float64 for p in trained)
+        device, dtype = trained[0].device, torch.float64 if wide else torch.float32
+        alike = self._buffers.dtype in (dtype, torch.float32)
+        sizes = [*(p.numel() for p in trained), self._buffers.size if alike else 0, len(trained), 1]
+        self._flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
         *sums, self._buffer_changes, self._presence, self._weight_sum = self._flat.split(sizes)
+        self._apart = None if alike else torch.zeros(self._buffers.size, dtype=self._buffers.dtype, device=device)
+        if self._apart is not None:
+            self._buffer_changes = self._apart
         self._grad_sums = [total.view_as(p) for total, p in zip(sums, trained, strict=True)]
         if self._compression is not None:
             check_floating(self._compression.compressor.name, trained)

@@ -17,6 +17,7 @@ from shoal_common.failpoints import failpoint
 from torch import nn
 
 from shoal_worker.elastic.channel import Channel
+from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.loader_interface import StepStatus
 from shoal_worker.elastic.row_store import RowStore
 from shoal_worker.elastic.step import StepPhase
@@ -24,7 +25,15 @@ from shoal_worker.engine.base import Engine, Setup
 from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.engine.compressed import compression_of
 from shoal_worker.engine.failed_collectives import LosingStep
-from shoal_worker.engine.parameters import check_optimizer_covers, check_shaped, check_trains, has_values, materialize, unsaved_buffers
+from shoal_worker.engine.parameters import (
+    ModuleMembers,
+    check_optimizer_covers,
+    check_shaped,
+    check_trains,
+    has_values,
+    materialize,
+    unsaved_buffers,
+)
 from shoal_worker.engine.passes import Loss, call_module, check_reproducible, loss_of
 from shoal_worker.engine.synchronized_norms import synchronize_norms
 from shoal_worker.replicated.buckets import AccumulatedReduction
@@ -52,6 +61,7 @@ class ReplicatedEngine(Engine):
         check_trains(self.module)
         synchronize_norms(self.module, self._session, sums=self.config.loss_reduction == "sum")
         self._step_buffers = CommittedBuffers(self.module)
+        self._members = ModuleMembers(self.module)
 
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
         """See `Engine`."""
@@ -174,6 +184,7 @@ class ReplicatedEngine(Engine):
         self.check_state(state)
         if not self.has_values():
             materialize(self.module, self.optimizer, self._session.device, buffers=state.get("buffers"))
+            self._members = ModuleMembers(self.module)
         with torch.no_grad():
             self.module.load_state_dict(state["model"])
         if self.optimizer is not None and state["optimizer"] is not None:
@@ -213,6 +224,11 @@ class ReplicatedEngine(Engine):
         if self._tables is not None:
             self._tables.step_begins()
 
+    def batch_begins(self) -> None:
+        """See `TrainingEngine`. Passes need not go through `forward`, and their gradients are to be noted from the first one on."""
+        if self._overlapped is None and self._session.elastic and any(p.requires_grad for p in self.module.parameters()):
+            self._reduction()
+
     def micro_batch_begins(self) -> None:
         """See `TrainingEngine`."""
         self._accumulation().micro_batch_begins()
@@ -249,11 +265,23 @@ class ReplicatedEngine(Engine):
             with LosingStep(self._session) as closing:
                 if group is None:
                     raise MembershipChanged("there is no group")
-                control = group.sum_numbers(control)
+                control = self._sum_closing(group, control)
                 failpoint("step.closed")
             if closing.failed:
                 return
         session.take_control_word(control)
+
+    @torch.no_grad()
+    def _sum_closing(self, group: Group, control: list[float]) -> list[float]:
+        """The control word of all ranks. Where a script has changed buffers behind the backward pass, on any rank, the word says so and
+        closes nothing: the buffers' changes are summed anew, and then it comes once more. Raises MembershipChanged."""
+        if self._in_micro_batches or not self._step_buffers.size:
+            return group.sum_numbers(control)
+        while True:
+            *summed, touched = group.sum_numbers([*control, float(self._step_buffers.touched)])
+            if not touched:
+                return summed
+            self._reduction().sum_buffers_again(group)
 
     @property
     def holds_unreduced_gradients(self) -> bool:
@@ -270,6 +298,7 @@ class ReplicatedEngine(Engine):
         if step is None or step.share is None or step.lost is not None:
             return
         check_reproducible(self.config, step)
+        self._members.check()
         if self._in_micro_batches:
             if step.micro_batch is not None:
                 raise PreconditionError(
@@ -281,6 +310,8 @@ class ReplicatedEngine(Engine):
             self._session.seal_step()
         elif step.phase is StepPhase.OPEN or self._reduction().pending:
             self._reduction().synchronize()
+        else:
+            self._reduction().check_complete()
 
     @torch.no_grad()
     def discard_step(self) -> None:

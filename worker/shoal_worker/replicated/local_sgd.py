@@ -228,6 +228,9 @@ class LocalSGDEngine(ReplicatedEngine):
                 self._session.keep(self._captured())
         self._round.step_begins(step.source, self.module, step.placement.generation)
 
+    def batch_begins(self) -> None:
+        """See `TrainingEngine`: gradients stay here."""
+
     def micro_batch_ends(self, weight: float) -> None:
         """See `TrainingEngine`."""
         super().micro_batch_ends(weight)

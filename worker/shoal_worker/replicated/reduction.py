@@ -36,6 +36,7 @@ from shoal_worker.torch_internals import after_backward, in_backward
 
 if TYPE_CHECKING:
     from shoal_worker.config import ShardingConfiguration
+    from shoal_worker.elastic.group import Group
     from shoal_worker.elastic.loader_interface import Share
     from shoal_worker.elastic.strategy_interface import StrategySession
     from shoal_worker.engine.buffers import CommittedBuffers
@@ -63,8 +64,8 @@ class OverlappedReduction:
         self._compression = compression
         self._flight = Flight(session, compression)
         self._hooks: list[RemovableHandle] = []
-        self._slots: list[tuple[Bucket | None, Slot]] = []
-        """The slots of all trained parameters, each with its bucket; None: its gradient is sparse and is in no bucket."""
+        self._slots: list[tuple[Bucket | None, Slot] | None] = []
+        """The slot of each parameter with its bucket; without one if its gradient is sparse, which is in no bucket. None: it is frozen."""
         self._trained: list[bool] = []
         self._places: list[torch.Tensor] = []
         """Parameters, and where their gradients go."""
@@ -86,7 +87,7 @@ class OverlappedReduction:
         if not in_backward():  # else it is run again for a checkpoint, in the middle of a backward pass
             self._refuse_half_a_pass()
         self._end_awaited = False
-        if [p.requires_grad for p in self._parameters] != self._trained or [t.data_ptr() for t in self._places] != self._addresses:
+        if self._wanted() != self._trained or [t.data_ptr() for t in self._places] != self._addresses:
             if self._pending:
                 self.synchronize()
             self._lay_out()
@@ -120,7 +121,18 @@ class OverlappedReduction:
     def synchronize(self) -> None:
         """Sends what has not been sent, and waits for all. The sums are in `.grad`, or the step is marked lost."""
         self._refuse_half_a_pass()
+        self._include_unfrozen()
         self._reduce()
+
+    def check_complete(self) -> None:
+        """At the end of a step that was reduced. Raises ConfigurationError: a parameter has a gradient that is not the ranks' sum, because
+        it was unfrozen while a backward pass went on."""
+        unfrozen = self._unfrozen()
+        if unfrozen is not None and unfrozen.grad is not None:
+            raise ConfigurationError(
+                f"a parameter of shape {tuple(unfrozen.shape)} was given requires_grad=True while gradients of this step were summed, and "
+                "has a gradient that is this rank's own; set requires_grad ahead of the step's passes"
+            )
 
     @torch.no_grad()
     def _reduce(self) -> None:
@@ -135,6 +147,17 @@ class OverlappedReduction:
             for bucket in self._buckets:
                 bucket.flat.zero_()
         self._forget_pass()
+
+    def sum_buffers_again(self, group: Group) -> None:
+        """A script has changed buffers since their changes were sent: sends all changes, by themselves. Raises MembershipChanged."""
+        factor = _factor(self._share)
+        if factor == 0.0:
+            changes = torch.zeros_like(self._changes)
+            self._buffers.leave_out(changes)
+        else:
+            changes = self._buffers.changes(self._changes) * factor
+        group.all_reduce(changes)
+        self._buffer_changes = changes
 
     def write_buffers(self) -> None:
         """Gives all ranks the same buffers: committed value plus weighted mean change."""
@@ -152,14 +175,21 @@ class OverlappedReduction:
 
     # ------------------------------------------------------------------------------------------------------ a backward pass
 
-    def _completed(self, bucket: Bucket | None, slot: Slot) -> None:
-        """A gradient is whole in this backward pass, or in one that is nested in it. `bucket`: None for a sparse one."""
+    def _arrived(self, number: int) -> None:
+        """The gradient of the parameter of that number is whole in this backward pass, or in one that is nested in it."""
         step = self._session.step
         if step is None or step.share is None or step.share.micro_batches is not None:
             return
+        sends = self._automatic and step.lost is None
+        if sends and not self._began:
+            self._include_unfrozen()
         self._pending = True
-        if not self._automatic or step.lost is not None:
-            return
+        found = self._slots[number]
+        if sends and found is not None:
+            self._completed(*found, step.share)
+
+    def _completed(self, bucket: Bucket | None, slot: Slot, share: Share) -> None:
+        """A gradient is to be sent. `bucket`: None for a sparse one."""
         self._began = True
         if not self._end_awaited:
             self._await_end()
@@ -174,7 +204,7 @@ class OverlappedReduction:
         slot.ready = True
         bucket.awaited -= 1
         if slot.large:
-            slot.take(1.0 if self._sums else _factor(step.share))
+            slot.take(1.0 if self._sums else _factor(share))
         while self._next < len(self._buckets) and self._buckets[self._next].awaited == 0:
             self._send(self._buckets[self._next])
 
@@ -215,6 +245,7 @@ class OverlappedReduction:
         if self._next == len(self._buckets):
             if factor == 0.0:
                 self._changes.zero_()
+                self._buffers.leave_out(self._changes)
             elif self._buffers.size:
                 torch.mul(self._buffers.changes(self._changes), factor, out=self._changes)
         if self._compression is None:
@@ -263,10 +294,30 @@ class OverlappedReduction:
 
     # -------------------------------------------------------------------------------------------------------------- layout
 
+    def _wanted(self) -> list[bool]:
+        return [p.requires_grad for p in self._parameters]
+
+    def _include_unfrozen(self) -> None:
+        """Before anything of a backward pass is sent, or of a step without one: lays out anew if parameters were unfrozen since the last.
+        The pass need not have gone through the model's forward. All ranks do it alike, whichever gradient comes first on each."""
+        if self._unfrozen() is None:
+            return
+        if self._pending and any(known and not now for known, now in zip(self._trained, self._wanted(), strict=True)):
+            self._reduce()  # gradients of parameters that are frozen now
+        self._lay_out()
+
+    def _unfrozen(self) -> torch.Tensor | None:
+        """One of the parameters, if any, that want a gradient and are in no bucket."""
+        wanted = self._wanted()
+        if wanted == self._trained:
+            return None
+        return next((p for p, now, known in zip(self._parameters, wanted, self._trained, strict=True) if now and not known), None)
+
     def _lay_out(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._trained = [p.requires_grad for p in self._parameters]
+        summed = {id(slot.parameter) for _, slot in filter(None, self._slots) if slot.summed}
+        self._trained = self._wanted()
         self._session.note_trained(self._trained)
         trained = [p for p in self._parameters if p.requires_grad]
         if not trained:
@@ -291,27 +342,37 @@ class OverlappedReduction:
         slots = [(bucket, slot) for bucket in self._buckets for slot in bucket.slots]
         self._places = [*self._parameters, *(slot.view for _, slot in slots)]
         self._addresses = [tensor.data_ptr() for tensor in self._places]
-        self._slots = [*slots, *((None, slot) for slot in self._sparse)]
+        known = {id(slot.parameter): (bucket, slot) for bucket, slot in (*slots, *((None, slot) for slot in self._sparse))}
+        for _, slot in known.values():
+            slot.summed = id(slot.parameter) in summed
+        self._slots = [known.get(id(p)) for p in self._parameters]
         self._hooks = [hook for number in range(len(self._slots)) for hook in self._hook(number)]
 
     def _hook(self, number: int) -> Iterator[RemovableHandle]:
         """The hooks outlive a model that is dropped: they hang on the user's parameters. None leads back to its parameter: Python's
-        collector does not see such a cycle, and the model would never be freed."""
-        me, slot = weakref.ref(self), self._slots[number][1]
+        collector does not see such a cycle, and the model would never be freed.
+
+        A frozen parameter has one as well, for the time when it is not frozen any more.
+        """
+        me, parameter, frozen = weakref.ref(self), self._parameters[number], self._slots[number] is None
 
         def completed(_: torch.Tensor) -> None:
             reduction = me()
             if reduction is not None:
-                reduction._completed(*reduction._slots[number])
+                reduction._arrived(number)
 
         def before(_: torch.Tensor) -> None:
             reduction = me()
-            if reduction is not None:
-                reduction._before(reduction._slots[number][1])
+            if reduction is not None and (found := reduction._slots[number]) is not None:
+                reduction._before(found[1])
 
-        yield slot.parameter.register_post_accumulate_grad_hook(completed)
-        if self._sums:
-            yield slot.parameter.register_hook(before)
+        if frozen and not (parameter.is_floating_point() or parameter.is_complex()):
+            return  # it can have no gradient
+        parameter.requires_grad_(True)  # else torch takes no hook
+        yield parameter.register_post_accumulate_grad_hook(completed)
+        if self._sums and not frozen:
+            yield parameter.register_hook(before)
+        parameter.requires_grad_(not frozen)
 
 
 def _factor(share: Share) -> float:

@@ -338,6 +338,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
             self._weights += weight
             changes = self._step_buffers.changes(_WIDE) * weight
             self._changes = changes if self._changes is None else self._changes + changes
+        else:
+            self._step_buffers.leave_out(_WIDE)
 
     @torch.no_grad()
     def _reduce(self, step: Step, share: Share) -> None:

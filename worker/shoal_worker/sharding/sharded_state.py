@@ -18,6 +18,7 @@ from torch import nn
 from shoal_worker.elastic.channel import Channel, LocalChannel
 from shoal_worker.elastic.generation import Topology
 from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.group_members import GroupMembers
 from shoal_worker.engine.hidden_parameters import inside
 from shoal_worker.engine.holders import ShardsLostError
 from shoal_worker.engine.parameters import unsaved_buffers
@@ -89,7 +90,7 @@ class ShardedState(StateInParts):
         made = {where[id(p)]: optimizer.state.pop(p) for p in list(optimizer.state)}  # Adagrad makes its state in its constructor
         self._places = [[where[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         for group, places in zip(optimizer.param_groups, self._places, strict=True):
-            group["params"] = [holding.pieces[i] for u, i in places for holding in self.units[u].holdings]
+            group["params"] = GroupMembers(holding.pieces[i] for u, i in places for holding in self.units[u].holdings)
         for (u, i), own in made.items():
             piece = self.units[u].own.pieces[i]
             optimizer.state[piece] = {

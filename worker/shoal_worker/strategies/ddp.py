@@ -28,6 +28,7 @@ class DDPModel(ShardedModel):
         a_death="loses nothing: all hold all",
         compressor="powersgd",
         complex_parameters=True,
+        keeps_memory=True,
         sparse_tables=True,
         meets_in_passes=True,
         several_models=True,

@@ -35,6 +35,8 @@ class Strategy:
     """It trains complex parameters."""
     meets_in_passes: bool = False
     """All ranks pass samples of their own at the same time, so a pass may ask the others: SyncBatchNorm layers, `shoal.whole_batch`."""
+    keeps_memory: bool = False
+    """Parameters stay in the memory in which the user's module has them, so that two of them may share it."""
     sparse_tables: bool = False
     """It trains models with sparse tables."""
     several_models: bool = False

@@ -143,3 +143,20 @@ def buffers_that_are_assigned_anew(place: Place) -> State:
     trained = train(place, net, mse)
     assert torch.equal(trained.pop("constant"), constant)  # bit for bit
     return trained
+
+
+@case
+def buffers_that_are_changed_behind_the_backward_pass(place: Place) -> State:
+    """As codebooks often are, by each rank's samples, and a counter by one rank alone."""
+    net = Averages()
+    net.register_buffer("counter", torch.zeros((), dtype=torch.int64))
+    model, optimizer = place.distribute(net, sgd(net))
+    for x, y in batches(4):
+        optimizer.zero_grad()
+        own = place.part(x)
+        mse(model, own, place.part(y)).backward()
+        net.average.lerp_(own.mean(0), 0.5)
+        if place.rank == 0:
+            net.counter.add_((1 << 30) * place.size)  # the mean is over ranks of the same weight
+        optimizer.step()
+    return state(net)

@@ -1,0 +1,147 @@
+"""Buffers that a step changes: also behind its backward pass, and by whole numbers of any size."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import shoal
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
+EXACT = ["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor", "hybrid"]
+FAR = 123_456_789_013
+
+
+class Counting(nn.Module):
+    counted: torch.Tensor
+    codes: torch.Tensor
+
+    def __init__(self, by: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.by, self.inner, self.outer = by, nn.Linear(4, 8), nn.Linear(8, 1)
+        self.register_buffer("counted", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("codes", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.counted += self.by
+        output: torch.Tensor = self.outer(torch.tanh(self.inner(x))).square().mean()
+        return output
+
+
+Change = Callable[[Counting, torch.Tensor], None]
+
+
+def train(
+    strategy: str,
+    change: Change | None = None,
+    *,
+    by: int = 1,
+    micro_batch_size: int | None = None,
+    closed_before: bool = False,
+    short: bool = False,
+    **options: Any,
+) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """Three steps of 8 samples. `change` is called between backward() and step(). `closed_before`: the step is over for the ranks then.
+    `short`: of the last batch one rank has nothing. Returns the buffers, and a weight."""
+    net = Counting(by)
+    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy, **options)
+    data = TensorDataset(X[:17] if short else X)
+    loader = shoal.ElasticDataLoader(data, global_batch_size=8, micro_batch_size=micro_batch_size, shuffle=False)
+    for step in loader.steps() if micro_batch_size else ([batch] for batch in loader):
+        for (x,) in step:
+            if closed_before:
+                model.train_step(x, None, lambda output, _: output)
+            else:
+                model(x).backward()
+        if change is not None:
+            change(net, x)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = model.full_state_dict()
+    return int(state["counted"]), state["codes"].clone(), state["outer.weight"].clone()
+
+
+def on_ranks(*args: Any, **options: Any) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+    return shoal.launch(lambda: train(*args, **options), world_size=2)
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
+@pytest.mark.parametrize("strategy", [*EXACT, "local_sgd"])
+def test_integers_that_move_far_stay_exact(strategy: str, micro_batch_size: int | None) -> None:
+    for counted, _, _ in on_ranks(strategy, by=FAR, micro_batch_size=micro_batch_size):
+        assert counted == 3 * FAR
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "tensor"])
+def test_an_integer_that_moves_too_far_to_stay_exact_is_refused(strategy: str, micro_batch_size: int | None) -> None:
+    with pytest.raises(shoal.ConfigurationError, match=r"Counting\.counted.* moved by \d+ in a step"):
+        on_ranks(strategy, by=1 << 60, micro_batch_size=micro_batch_size)
+
+
+def alike(net: Counting, x: torch.Tensor) -> None:
+    net.codes.add_(1.0)
+    net.counted.add_(10)
+
+
+def by_data(net: Counting, x: torch.Tensor) -> None:
+    net.codes.data.add_(1.0)
+    net.counted.data.add_(10)
+
+
+def assigned(net: Counting, x: torch.Tensor) -> None:
+    net.codes = net.codes + 1.0
+    net.counted = net.counted + 10
+
+
+@pytest.mark.parametrize("closed_before", [False, True], ids=["open", "closed"])
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
+@pytest.mark.parametrize(
+    ("strategy", "change"), [*((strategy, alike) for strategy in EXACT), ("ddp", by_data), ("ddp", assigned), ("zero2", by_data)]
+)
+def test_what_all_ranks_change_behind_the_backward_pass_stays(
+    strategy: str, change: Change, micro_batch_size: int | None, closed_before: bool
+) -> None:
+    for counted, codes, _ in on_ranks(strategy, change, micro_batch_size=micro_batch_size, closed_before=closed_before):
+        assert counted == 33
+        assert codes.tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_a_rank_without_samples_keeps_what_was_changed_behind_the_backward_pass(strategy: str) -> None:
+    for counted, codes, _ in on_ranks(strategy, alike, short=True):
+        assert counted == 33
+        assert codes.tolist() == [3.0] * 4
+
+
+def of_its_samples(net: Counting, x: torch.Tensor) -> None:
+    net.codes.lerp_(x.mean(0), 0.5)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+def test_what_each_rank_changes_by_its_samples_behind_the_backward_pass_becomes_the_mean(strategy: str) -> None:
+    expected = torch.zeros(4)
+    for batch in X.split(8):
+        expected.lerp_(batch.mean(0), 0.5)
+    for _, codes, _ in on_ranks(strategy, of_its_samples):
+        torch.testing.assert_close(codes, expected)
+
+
+def on_one_rank(net: Counting, x: torch.Tensor) -> None:
+    if shoal.rank() == 0:
+        net.codes.add_(2.0)
+
+
+def test_what_one_rank_alone_changes_behind_the_backward_pass_becomes_the_mean() -> None:
+    for _, codes, _ in on_ranks("ddp", on_one_rank):
+        assert codes.tolist() == [3.0] * 4
+
+
+def test_buffers_are_summed_beside_compressed_gradients() -> None:
+    for counted, codes, _ in on_ranks("ddp", alike, by=FAR, gradient_compression="powersgd"):
+        assert counted == 3 * FAR + 30
+        assert codes.tolist() == [3.0] * 4

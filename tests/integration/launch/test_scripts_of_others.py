@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 Shell = Any  # of tests/integration/conftest.py
 
 TRAINER = Path(__file__).parents[1] / "programs" / "trainer.py"
+NANO_GPT = TRAINER.with_name("nano_gpt_training.py")
 IN_TWO = ("--standalone", "--nproc-per-node", "2")
 OFFLINE = {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
 
@@ -46,3 +48,14 @@ def test_transformers_trainer_ends_with_the_same_weights_as_under_torchrun(shell
     assert (here.wait(), there.wait()) == (0, 0), here.stderr + there.stderr
     assert len(endings(here.stdout)) == 2
     assert endings(here.stdout) == endings(there.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "fault"), [("ddp", "kill"), ("zero3", "kill"), ("tensor", "")])
+def test_a_gpt_of_another_package_ends_as_in_plain_torch(shell: Shell, strategy: str, fault: str) -> None:
+    plain = shell.start_program(sys.executable, NANO_GPT, shell.directory / "plain", "plain")
+    command = shell.start("run", *IN_TWO, NANO_GPT, shell.directory / "run", strategy, fault)
+    assert (plain.wait(), command.wait()) == (0, 0), plain.stderr + command.stderr + command.stdout
+    assert ("ended with SIGKILL; the others go on" in command.stderr) is bool(fault)
+    expected, state = (torch.load(shell.directory / name / "model.pt") for name in ("plain", "run"))
+    torch.testing.assert_close(state, expected, rtol=0, atol=1e-9)

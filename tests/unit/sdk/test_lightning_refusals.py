@@ -79,7 +79,7 @@ def adds_an_error(module: Any) -> None:
         ({"options": {"deterministic": True}}, "deterministic=True.* with accumulate_grad_batches=1"),
         ({"module": {"automatic_optimization": False}}, "automatic_optimization=False.*write the loop out"),
         (
-            {"module": {"prepare_data": lambda module: None, "prepare_data_per_node": False}},
+            {"module": {"prepare_data": lambda module: None, "prepare_data_per_node": property(lambda _: False, lambda *_: None)}},
             "Net.prepare_data_per_node=False.*it prepares on each machine",
         ),
         ({"module": {"on_save_checkpoint": lambda module, checkpoint: None}}, "on_save_checkpoint.*shoal.register_state"),

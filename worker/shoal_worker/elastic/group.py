@@ -273,6 +273,7 @@ class Group:
             self._short(lambda backend: backend.all_reduce_short(tensor))
 
     def _short(self, add_up: Callable[[CommunicationBackend], _Sum]) -> _Sum:
+        self.settle()
         with self._failures("all_reduce"), self.waiting:
             try:
                 return add_up(self._live_backend)
@@ -298,6 +299,36 @@ class Group:
         """
         with self._failures("all_reduce"), self.waiting:
             work.wait()
+
+    def order(self, work: dist.Work) -> None:
+        """Has what the calling thread computes next come after a collective that was started; see `CommunicationBackend.order`.
+
+        Raises:
+            MembershipChanged: it failed.
+        """
+        with self._failures("a collective"), self.waiting:
+            self._live_backend.order(work)
+
+    def settle(self) -> None:
+        """Returns when all collectives that were ordered have ended well: in this group, in its parts, and in the one that it is a part of.
+
+        A closing and whatever else hosts sum asks for it by itself, so that no rank can say more than it knows.
+
+        Raises:
+            MembershipChanged: some collective has failed, or a group is over; nothing of it writes into memory then.
+        """
+        whole = self
+        while whole._parent is not None:
+            whole = whole._parent
+        for group in whole._with_parts():
+            if group._backend is not None and group._backend.unsettled:
+                with group._failures("a collective"), group.waiting:
+                    group._live_backend.settle()
+
+    def _with_parts(self) -> Iterator[Group]:
+        yield self
+        for part in list(self._parts):
+            yield from part._with_parts()
 
     @contextlib.contextmanager
     def own_collectives(self, what: str) -> Iterator[CommunicationBackend]:
@@ -421,6 +452,9 @@ class Group:
 
     def _check(self) -> None:
         if self._reason is not None:
+            backend = self._backend
+            if backend is not None:
+                backend.rest()  # who is told so may give the memory to something else
             raise self._ended(MembershipChanged(f"generation {self.generation.number} is over: {self._reason}"))
 
     @property

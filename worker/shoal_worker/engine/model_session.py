@@ -127,6 +127,7 @@ class ModelSession:
         return self._session.lifecycle.control_word(self.step)
 
     def seal_step(self) -> None:
+        self._session.lifecycle.settle_collectives()
         if (own := self.step) is not None:
             own.seal()
 

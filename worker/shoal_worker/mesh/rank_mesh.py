@@ -290,6 +290,7 @@ def _in_shards(sharding: Sharding, line: Division, collectives: PartCollectives,
         collectives=collectives,
         bucket_bytes=sharding.bucket_bytes,
         blocks=blocks,
+        prefetch=sharding.prefetch,
         whereabouts=parts.whereabouts,
     )
 

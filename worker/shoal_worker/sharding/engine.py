@@ -127,7 +127,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
 
     def _make_state(self) -> ShardedState:
         units = [(group.module, [self._unit(part) for part in alike(group)]) for group in self._groups(self.module, self.config)]
-        self._execution = ShardedExecution(units, self._collectives, self.stage, self._whereabouts)
+        self._execution = ShardedExecution(units, self._collectives, self.stage, self._whereabouts, prefetch=self.config.blocks_ahead)
         self._execution.before_backward = self._before_backward
         state = ShardedState(self.module, self._execution, self.stage, self._divide)
         if self._whole_tensors:

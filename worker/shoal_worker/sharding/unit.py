@@ -65,6 +65,14 @@ class Home:
         kept = self.empty(tensor.numel(), tensor.dtype)
         return kept.copy_(tensor)
 
+    def bring(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The values of a flat tensor of the device, to update what is kept with: itself if it is here in that dtype. They are there once
+        `arrived` has returned, so that one wait is enough for many."""
+        return tensor.to(self.device, dtype)
+
+    def arrived(self) -> None:
+        """Waits for all that was brought."""
+
 
 class HostHome(Home):
     """In the host's memory, pinned, so that it travels to a device at full speed."""
@@ -73,10 +81,25 @@ class HostHome(Home):
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
+        self._comes_from: torch.device | None = None
+        """A device that has been told to copy something, and was not waited for."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Home`."""
         return torch.empty(numel, dtype=dtype, pin_memory=torch.cuda.is_available())
+
+    def bring(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See `Home`."""
+        if tensor.device == self.device:
+            return super().bring(tensor, dtype)
+        self._comes_from = tensor.device
+        return self.empty(tensor.numel(), dtype).copy_(tensor, non_blocking=True)
+
+    def arrived(self) -> None:
+        """See `Home`."""
+        device, self._comes_from = self._comes_from, None
+        if device is not None:
+            torch.accelerator.current_stream(device).synchronize()
 
 
 class FileHome(Home):
@@ -146,6 +169,7 @@ class Holding:
     def __init__(self, unit: Unit) -> None:
         self.position: int | None = None
         """Whose it is; None: it is empty."""
+        self._home = unit.home
         self.shard = torch.empty(0, dtype=unit.dtype, device=unit.home.device)
         self.pieces = tuple(nn.Parameter(self.shard, requires_grad=unit.trained) for _ in unit.parameters)
         """Its part of each parameter, one-dimensional, or whole: what the optimizer updates. The same objects for ever, with other memory
@@ -166,14 +190,16 @@ class Holding:
 
     def hand_out(self, divisor: float, present: Sequence[bool]) -> None:
         """Gives the optimizer its gradients: the sum over `divisor`; None for parameters that no rank used (`present`), and for those of
-        other ranks where tensors are whole: an optimizer that looks at more than an element need not take an empty tensor."""
+        other ranks where tensors are whole: an optimizer that looks at more than an element need not take an empty tensor. They are there
+        when the home says that what was brought has arrived."""
         gradient, self.gradient = self.gradient, None
+        if gradient is not None:
+            gradient = self._home.bring(gradient.div_(divisor), self.shard.dtype)
         for piece, cut, here in zip(self.pieces, self.cuts, present, strict=True):
             if gradient is None or not here or (self._whole_tensors and not cut.length):
                 piece.grad = None
             else:
-                own = gradient[cut.offset : cut.offset + cut.length] / divisor
-                piece.grad = own.view(piece.shape).to(piece.device, piece.dtype)
+                piece.grad = gradient[cut.offset : cut.offset + cut.length].view(piece.shape)
 
     def forget_gradients(self) -> None:
         """Nothing is summed and nothing handed out."""

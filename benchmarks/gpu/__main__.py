@@ -74,8 +74,8 @@ def _steps(device: torch.device, width: int, steps: int, what: str) -> Table:
         title=f"Steps on {what}",
         target=_NO_TARGET,
         method=(
-            f"A decoder of width {width}, 16 samples a step, AdamW, one process. Each step is timed to where the device is at rest. What the "
-            "host tells the device is counted by torch's profiler over further steps. Shoal is alone: no rank is waited for."
+            f"A decoder of width {width}, 16 samples a step, AdamW, one process. Each step is timed to where the device is at rest. What "
+            "the host tells the device is counted by torch's profiler over further steps. Shoal is alone: no rank is waited for."
         ),
         columns=_COLUMNS,
         rows=tuple(rows),

@@ -13,7 +13,8 @@ import torch
 from shoal_common.errors import ConfigurationError, LimitError
 from shoal_worker.elastic.formation import GROUP_LOST
 from shoal_worker.engine.hidden_parameters import inside
-from shoal_worker.sharding.unit import FileHome, HostHome, Stage, Unit
+from shoal_worker.sharding.homes import FileHome, HostHome
+from shoal_worker.sharding.unit import Stage, Unit
 from torch import nn
 
 from tests.unit.sharding.rank_threads import RankThread, run_ranks

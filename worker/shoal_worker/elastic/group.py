@@ -12,13 +12,11 @@ The training thread issues the collectives. `abort` may be called from any threa
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import re
 import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from types import TracebackType
 from typing import TypeVar
 
@@ -28,6 +26,7 @@ from shoal_common.errors import ConfigurationError, MembershipChanged, Precondit
 
 from shoal_worker.backends.base import CommunicationBackend, Traffic
 from shoal_worker.elastic.generation import Generation
+from shoal_worker.elastic.opening import Opening
 from shoal_worker.elastic.waiting import Waiting
 from shoal_worker.store.redis_store import RedisStore
 from shoal_worker.torch_internals import AllgatherOptions, AllToAllOptions, BarrierOptions, BroadcastOptions, ReduceScatterOptions, Store
@@ -35,30 +34,6 @@ from shoal_worker.torch_internals import AllgatherOptions, AllToAllOptions, Barr
 _Sum = TypeVar("_Sum")
 _FAILURES = (RuntimeError, ValueError)
 """What c10d raises, DistError and DistBackendError among them."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Opening:
-    """What the groups of one generation are connected with."""
-
-    make_backend: Callable[[], CommunicationBackend]
-    store: Callable[[str], Store]
-    """A store that no group has used, by a name; the same for all ranks that say the name."""
-    hostname: str | None
-    connect_timeout: timedelta
-    collective_timeout: timedelta
-
-    def initialize(self, backend: CommunicationBackend, generation: Generation, store: Store, members: Sequence[int] | None = None) -> None:
-        """Connects `backend`; `members`: see `CommunicationBackend.initialize`. Raises what that raises."""
-        backend.initialize(
-            rank=generation.rank,
-            world_size=generation.world_size,
-            store=store,
-            timeout=self.collective_timeout,
-            connect_timeout=self.connect_timeout,
-            hostname=self.hostname,
-            members=members,
-        )
 
 
 class Group:

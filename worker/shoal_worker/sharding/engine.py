@@ -42,9 +42,10 @@ from shoal_worker.engine.tentative_update import TentativeUpdate
 from shoal_worker.sharding.collectives import CompressedScatter, IssuedCollectives, ReplicatedCollectives, SessionCollectives
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.gradients import CutGradients
+from shoal_worker.sharding.homes import home_of
 from shoal_worker.sharding.layout import Division, among_all
 from shoal_worker.sharding.sharded_state import ShardedState
-from shoal_worker.sharding.unit import Stage, Unit, home_of
+from shoal_worker.sharding.unit import Stage, Unit
 from shoal_worker.state.fits import takes_whole_tensors
 from shoal_worker.state.tree import StatePart
 from shoal_worker.torch_internals import pytree

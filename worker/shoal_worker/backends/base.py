@@ -380,7 +380,7 @@ class CommunicationBackend(abc.ABC):
             raise GroupEndedError(self._reason)
 
     def rest(self) -> None:  # noqa: B027 - on the host whoever has waited for a collective's end has seen it
-        """Of a group that is over: returns when nothing of it reads or writes memory on a device any more."""
+        """Returns when nothing of a group that is over reads or writes memory on a device any more."""
 
     # --- checks
 

@@ -280,7 +280,7 @@ class Flight:
 
 _CHUNK_ELEMENTS = 8 << 20
 _CONVERTED_BYTES = 4 << 20
-"""Of gradients that are in memory in another dtype at once, while they are added up."""
+"""How much of the gradients is in memory in another dtype at once, while they are added up."""
 
 
 def add_times(added: Sequence[tuple[torch.Tensor, torch.Tensor]], factor: float) -> None:

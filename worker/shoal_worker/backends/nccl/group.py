@@ -78,7 +78,7 @@ class DeviceWork(Work):
 
     @property
     def name(self) -> str:
-        """Of the collective."""
+        """The collective's name, for errors."""
         return self._name
 
     @property

@@ -79,6 +79,10 @@ chaos: .venv/installed ## Run soaks, cut networks, simulated schedules (SEEDS, F
 bench: .venv/installed .venv-peers/installed ## Measure the figures, side by side with torchrun, torchft and DeepSpeed (about two and a half hours)
 	$(BIN)/python -m benchmarks
 
+.PHONY: bench-gpu
+bench-gpu: .venv/installed ## Measure one CUDA device: steps, what the host tells it in them, copies, groups over NCCL; skipped where there is none
+	$(BIN)/python -m benchmarks.gpu
+
 # ----------------------------------------------------------------------------------------------------------------------------- to hand on
 
 .PHONY: dist

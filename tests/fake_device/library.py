@@ -43,7 +43,13 @@ class KernelWork(Work):
         return self._kernel.ended or self._error is not None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        """Has the caller's stream wait, which here is the caller itself: until the kernel has ended, by an abort perhaps. Raises what NCCL
+        has noticed by now."""
         stream = self._kernel.stream
+        failed = self._machine.failed
+        self._machine.until(
+            lambda: self._kernel.ended or self._error is not None or stream.device in failed, "a stream that waits for a kernel"
+        )
         self._machine.check(stream.device)
         if self._error is not None:
             self._machine.begin_abort(stream)

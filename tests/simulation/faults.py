@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from tests.simulation.rooms import Meeting, Room
     from tests.simulation.world import World
 
+_NOTICED_LATE_S = 0.05
+"""As many messages later as a step has, and more."""
+
 
 class Faults:
     """The faults of one run: makes each happen at its moment."""
@@ -100,4 +103,8 @@ class Faults:
                 side.process.die(f"in collective {meeting.number} of {room.name}")
         for side in sides:
             if side.process.name not in (*torn.got, torn.dies):
-                side.notice("connection reset by peer")
+                if world.scenario.devices and torn.dies is None:  # a kernel notices nothing, and hosts only later
+                    meeting.works[side.rank].spins = True
+                    world.scheduler.after(_NOTICED_LATE_S, lambda side=side: side.notice("connection reset by peer"))
+                else:
+                    side.notice("connection reset by peer")

@@ -10,7 +10,9 @@ it is found out. Of what is only copied it is the beginning of what was sent.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -181,6 +183,8 @@ class CollectiveWork(Work):
         self.given = [one.detach().clone() for one in call.inputs]
         """What this rank gives is on its way from here on, whatever becomes of it."""
         self.coming = self.done = False
+        self.spins = False
+        """On a device it will never have a result, which the host does not know yet."""
 
     def copy(self) -> Collective:
         """To compute with, beside the rank's own memory."""
@@ -201,6 +205,18 @@ class CollectiveWork(Work):
             elif output.is_floating_point():
                 output.data.fill_(float("nan"))
 
+    def comes(self) -> bool:
+        """Waits as a device's stream does: until the result is in place, or never will be."""
+        self._wait(lambda: self.done or self.spins or self.side.ended is not None, None)
+        return self.done
+
+    def leave_garbage(self) -> None:
+        """It has failed on a device, where nothing was in its outputs before but what this rank gave."""
+        own = {one.untyped_storage().data_ptr() for one in self.call.inputs}
+        for output in self.call.outputs:
+            if output.is_floating_point() and _is_there(output) and output.untyped_storage().data_ptr() not in own:
+                output.data.fill_(float("nan"))
+
     def _sent_for(self, index: int) -> torch.Tensor | None:
         """What another rank has given for an output; None: nothing yet, or it is this rank's own."""
         rank, size = self.side.rank, self.side.room.size
@@ -215,16 +231,19 @@ class CollectiveWork(Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns when the result is in place. Raises GroupEndedError."""
+        self._wait(lambda: self.done or self.side.ended is not None, timeout)
+        if not self.done:
+            raise GroupEndedError(self.side.ended or "over")
+        return True
+
+    def _wait(self, condition: Callable[[], bool], timeout: timedelta | None) -> None:
         side, room = self.side, self.side.room
         what = f"in {self.meeting.kind.value}, collective {self.meeting.number} of {room.name}"
         limit = (timeout or side.backend.timeout).total_seconds()
-        if not own_scheduler().wait(lambda: self.done or side.ended is not None, limit, what):
+        if not own_scheduler().wait(condition, limit, what):
             missing = [other.process.name for rank, other in room.sides.items() if rank not in self.meeting.works]
             room.world.timed_out(f"{side.process.name} {what}: {', '.join(missing)} did not come")
             side.backend.abort(f"timed out after {limit:g} s {what}")
-        if not self.done:
-            raise GroupEndedError(side.ended or "over")
-        return True
 
     def is_completed(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
@@ -284,6 +303,14 @@ class _ReceiveWork(Work):
         self._done = True
         return True
 
+    def comes(self) -> bool:
+        with contextlib.suppress(GroupEndedError):
+            return self.wait()
+        return False
+
+    def leave_garbage(self) -> None:
+        self._tensor.data.fill_(float("nan"))
+
     def is_completed(self) -> bool:
         return self._done or self._side.ended is not None
 
@@ -335,6 +362,7 @@ class SimulatedBackend(CommunicationBackend):
         self.timeout = timedelta(0)
         self._process = process
         self._side: Side | None = None
+        self._unsettled: list[CollectiveWork | _ReceiveWork] = []
 
     def _connect(self, store: Any, timeout: timedelta, connect_timeout: timedelta, hostname: str | None) -> dist.ProcessGroup:
         self.timeout = timeout
@@ -351,6 +379,29 @@ class SimulatedBackend(CommunicationBackend):
             side.end("not all came")
             raise DeadlineError(f"connecting {room.name} took longer than {connect_timeout.total_seconds():g} s", reason="CONNECT_TIMEOUT")
         return SimulatedGroup(side)
+
+    def order(self, work: dist.Work) -> None:
+        """See `CommunicationBackend`. On devices what a lost collective leaves is garbage, and nobody is told before `settle`."""
+        if not self._process.world.scenario.devices or not isinstance(work, CollectiveWork | _ReceiveWork):
+            work.wait()
+            return
+        self._unsettled.append(work)
+        if not work.comes():
+            work.leave_garbage()
+
+    @property
+    def unsettled(self) -> bool:
+        """See `CommunicationBackend`."""
+        return bool(self._unsettled)
+
+    def settle(self) -> None:
+        """See `CommunicationBackend`."""
+        works = list(self._unsettled)
+        self._unsettled.clear()
+        for work in works:
+            work.wait()
+        if self._reason is not None:
+            raise GroupEndedError(self._reason)
 
     def _break(self) -> None:
         if self._side is not None and not self._process.dead:

@@ -151,6 +151,8 @@ class Scenario:
     ranks: int = 3
     replaced: bool = False
     """The launcher starts another process for one that dies."""
+    devices: bool = False
+    """Within a step what ranks compute waits for collectives, and the ranks themselves do not, as where tensors lie on devices."""
     steps: int = 5
     """Of an epoch; there are two."""
     schedule: int = 0
@@ -160,11 +162,12 @@ class Scenario:
         head = [self.strategy, f"loop {self.loop}", f"{self.ranks} ranks"]
         head += [f"{self.steps} steps"] if self.steps != Scenario.steps else []
         head += ["replaced"] if self.replaced else []
+        head += ["on devices"] if self.devices else []
         return "\n".join([", ".join([*head, f"schedule {self.schedule}"]), *map(str, self.faults)])
 
     def without_faults(self) -> Scenario:
         """The run that it must end like."""
-        return dataclasses.replace(self, faults=(), replaced=False, schedule=0)
+        return dataclasses.replace(self, faults=(), replaced=False, devices=False, schedule=0)
 
 
 def parse(text: str) -> Scenario:
@@ -172,7 +175,7 @@ def parse(text: str) -> Scenario:
     head, *rest = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
     found = re.fullmatch(
         r"(?P<strategy>\w+), loop (?P<loop>[\w-]+), (?P<ranks>\d+) ranks(, (?P<steps>\d+) steps)?(?P<replaced>, replaced)?"
-        r", schedule (?P<schedule>\d+)",
+        r"(?P<devices>, on devices)?, schedule (?P<schedule>\d+)",
         head,
     )
     if found is None:
@@ -182,6 +185,7 @@ def parse(text: str) -> Scenario:
         loop=found["loop"],
         ranks=int(found["ranks"]),
         replaced=found["replaced"] is not None,
+        devices=found["devices"] is not None,
         steps=int(found["steps"] or Scenario.steps),
         schedule=int(found["schedule"]),
         faults=tuple(_parse_fault(line) for line in rest),

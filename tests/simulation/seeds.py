@@ -34,6 +34,8 @@ _WEIGHTS = {
     "slow writes": 1,
 }
 
+_ON_DEVICES = 0.25
+
 
 def scenario_of(seed: int, *, strategies: Sequence[str] = STRATEGIES, loops: Sequence[str] = LOOPS) -> Scenario:
     """The scenario of that number."""
@@ -72,7 +74,8 @@ def scenario_of(seed: int, *, strategies: Sequence[str] = STRATEGIES, loops: Seq
                 faults.append(CoordinatorAway(who=who, point=point, seconds=chance.choice((1, 15, 40))))
             case "slow writes":
                 faults.append(SlowWrites(who=who, seconds=chance.choice((1, 30))))
-    return dataclasses.replace(plain, replaced=replaced, schedule=seed, faults=tuple(faults))
+    devices = chance.random() < _ON_DEVICES  # last: all else is what it is without
+    return dataclasses.replace(plain, replaced=replaced, devices=devices, schedule=seed, faults=tuple(faults))
 
 
 def _tear(chance: random.Random, members: Sequence[str], collectives: int, *, later: bool) -> Torn:

@@ -32,6 +32,8 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
         yield replace(scenario, faults=faults[:index] + faults[index + 1 :])
     if scenario.replaced:
         yield replace(scenario, replaced=False)
+    if scenario.devices:
+        yield replace(scenario, devices=False)
     if scenario.ranks > 2:
         yield replace(scenario, ranks=scenario.ranks - 1)
     for loop in LOOPS[: LOOPS.index(scenario.loop)][:1]:

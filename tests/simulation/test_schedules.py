@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -44,6 +45,29 @@ def test_a_step_may_be_torn_anywhere(strategy: str, loop: str) -> None:
     every = list(tears(strategy, loop))
     for scenario in itertools.islice(every, 7, None, max(1, len(every) // _TEARS)):
         _check(scenario)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "loop", "every"),
+    [
+        ("zero3", "flat", 83),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ("zero3", "micro-batches", 29),
+                ("zero2", "micro-batches", 7),
+                ("zero1", "scaler", 7),
+                ("hsdp", "clip", 29),
+                ("hybrid", "flat", 13),
+                ("pipeline", "flat", 11),
+            )
+        ),
+    ],
+)
+def test_a_step_on_devices_may_be_torn_anywhere(strategy: str, loop: str, every: int) -> None:
+    """Where a collective is lost the device goes on with garbage, and the host is not told."""
+    for scenario in itertools.islice(tears(strategy, loop), 3, None, every):
+        _check(dataclasses.replace(scenario, devices=True))
 
 
 def _check(scenario: Scenario) -> None:

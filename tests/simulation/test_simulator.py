@@ -12,6 +12,7 @@ import torch
 from shoal_common.errors import PreconditionError
 from shoal_common.exit_status import PUT_OUT
 from shoal_worker.data.step_batches import DealtSupply
+from shoal_worker.elastic.group import Group
 from shoal_worker.engine.holders import ShardsLostError
 from shoal_worker.sharding.sharded_state import ShardedState
 
@@ -42,6 +43,7 @@ def test_a_scenario_is_read_from_its_own_text() -> None:
         strategy="zero3",
         loop="micro-batches",
         replaced=True,
+        devices=True,
         schedule=5,
         faults=(
             Dies(who="a", point=1),
@@ -266,3 +268,13 @@ def test_a_stopped_job_that_saves_nothing_is_found(monkeypatch: pytest.MonkeyPat
     save = shoal.save_checkpoint
     monkeypatch.setattr(shoal, "save_checkpoint", lambda directory: None if own_process().world.stopped_at is not None else save(directory))
     assert "saved" in oracle.run(scenario).kinds
+
+
+def test_ranks_that_do_not_ask_what_became_of_their_collectives_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault is in a gathering before the closing, and their hosts hear of it behind that."""
+    scenario = parse(
+        "zero3, loop flat, 3 ranks, 3 steps, on devices, schedule 0\ncollective 34 of generation 1: connections break, c got it"
+    )
+    assert oracle.run(scenario).ok
+    monkeypatch.setattr(Group, "settle", lambda _: None)
+    assert {"parameters", "result"} <= oracle.run(scenario).kinds

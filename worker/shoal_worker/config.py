@@ -52,6 +52,9 @@ class ShardingConfiguration:
     shard_modules: Sequence[type[nn.Module] | str] | None = None
     """What zero3, fsdp and hsdp gather at once: classes of modules, or names of submodules. None: the children of containers that repeat a
     class (the layers of a transformer) and have `minimum_parameter_group_size` elements."""
+    prefetch_blocks: int | None = None
+    """How many blocks zero3, fsdp and hsdp gather ahead of the one that computes, each whole in memory meanwhile; 0: none. None: 1. More
+    hides slower links, or blocks that are computed faster than the next is fetched. The same on all ranks."""
     activation_checkpointing: bool | Sequence[type[nn.Module]] | Callable[[nn.Module], bool] = False
     """Modules whose activations are computed again in the backward pass instead of being kept: of the given classes, or where a function
     says so; True: the children of containers that repeat a class. (Chen et al., "Sublinear Memory Cost", 2016.)"""
@@ -77,6 +80,9 @@ class ShardingConfiguration:
             raise ConfigurationError(f'offload={self.offload!r}: expected "cpu", or a pathlib.Path of a directory for files')
         if isinstance(self.shard_modules, str | type):
             raise ConfigurationError(f"shard_modules={self.shard_modules!r}: expected a list of classes or names of modules")
+        ahead = self.prefetch_blocks
+        if ahead is not None and (not isinstance(ahead, int) or isinstance(ahead, bool) or ahead < 0):
+            raise ConfigurationError(f"prefetch_blocks={ahead!r}: expected a whole number of blocks, 0 for none, or None for 1")
         object.__setattr__(self, "gradient_compression", parse_compression(self.gradient_compression))
         self._check_dtypes()
         if self.deterministic and self.compressor is not None:
@@ -106,6 +112,11 @@ class ShardingConfiguration:
     def compressor(self) -> GradientCompressor | None:
         """`gradient_compression`, read."""
         return self.gradient_compression if isinstance(self.gradient_compression, GradientCompressor) else None
+
+    @property
+    def blocks_ahead(self) -> int:
+        """`prefetch_blocks`, read."""
+        return 1 if self.prefetch_blocks is None else self.prefetch_blocks
 
     @classmethod
     def for_high_bandwidth(cls, **overrides: object) -> ShardingConfiguration:

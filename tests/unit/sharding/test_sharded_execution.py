@@ -86,12 +86,19 @@ def units_of(model: nn.Module, stage: Stage) -> list[tuple[nn.Module, list[Unit]
 
 
 def train(
-    ranks: RankThread, stage: Stage, optimizer_class: Any, *, micro_batches: Any = lambda rank: 1
+    ranks: RankThread,
+    stage: Stage,
+    optimizer_class: Any,
+    *,
+    micro_batches: Any = lambda rank: 1,
+    prefetch: int = 1,
+    watch: Any = lambda execution: None,
 ) -> tuple[dict[str, torch.Tensor], RankThread]:
     """`micro_batches`: how many each rank cuts its samples into. Returns the whole trained state."""
     model = make()
     units = units_of(model, stage)
-    execution = ShardedExecution(units, ranks, stage)
+    execution = ShardedExecution(units, ranks, stage, prefetch=prefetch)
+    watch(execution)
     for unit in execution.units:
         unit.cut(ranks.world_size, ranks.rank, None)
     execution.free_all()
@@ -130,6 +137,40 @@ def test_the_result_is_that_of_one_process_on_the_whole_batch(stage: Stage, worl
     for trained, _ in run_ranks(world_size, lambda ranks: train(ranks, stage, optimizer_class)):
         for name, value in expected.items():
             torch.testing.assert_close(trained[name], value, rtol=0, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("counts", [[1, 1], [2, 1]], ids=["a batch each", "a rank without samples"])
+def test_how_many_blocks_are_gathered_ahead_changes_no_bit(counts: list[int]) -> None:
+    def trained(ahead: int) -> list[dict[str, torch.Tensor]]:
+        def body(ranks: RankThread) -> Any:
+            return train(ranks, Stage.PARAMETERS, torch.optim.AdamW, micro_batches=lambda rank: counts[rank], prefetch=ahead)
+
+        return [state for state, _ in run_ranks(2, body)]
+
+    expected = trained(1)
+    for ahead in (0, 2, 3, 9):
+        for state, own in zip(trained(ahead), expected, strict=True):
+            assert all(torch.equal(state[name], own[name]) for name in own)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 9])
+def test_no_more_blocks_are_gathered_ahead_than_is_said(ahead: int) -> None:
+    most: list[int] = []
+
+    def watch(execution: ShardedExecution) -> None:
+        blocks = execution._blocks[1:]  # the outermost stays
+        start = execution._start
+
+        def started(units: Any) -> None:
+            start(units)
+            if len(units) == len(execution.units):
+                return  # all at once, for the state in the end
+            most.append(sum(any(unit._gathered or unit._gathering is not None for unit in block.units) for block in blocks))
+
+        execution._start = started  # type: ignore[method-assign]
+
+    run_ranks(2, lambda ranks: train(ranks, Stage.PARAMETERS, torch.optim.AdamW, prefetch=ahead, watch=watch if ranks.rank == 0 else id))
+    assert max(most) == min(3, 2 + ahead)  # between two blocks of a backward pass one is about to be freed
 
 
 @pytest.mark.parametrize("stage", list(Stage))

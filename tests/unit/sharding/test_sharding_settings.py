@@ -13,7 +13,8 @@ import torch
 from shoal_common.errors import ConfigurationError, LimitError
 from shoal_worker.elastic.formation import GROUP_LOST
 from shoal_worker.engine.hidden_parameters import inside
-from shoal_worker.sharding.unit import FileHome, Stage, Unit
+from shoal_worker.sharding.homes import FileHome, HostHome
+from shoal_worker.sharding.unit import Stage, Unit
 from torch import nn
 
 from tests.unit.sharding.rank_threads import RankThread, run_ranks
@@ -170,5 +171,28 @@ def test_settings_that_cannot_work_are_refused_by_value(tmp_path: Path) -> None:
     refused("zero1", 'expected "cpu", or a pathlib.Path', offload="disk")
     refused("zero1", "a directory that can be written", offload=tmp_path / "file")
     refused("zero3", "expected a list", shard_modules=Block)
+    refused("zero2", r"prefetch_blocks=2 .*take zero3", prefetch_blocks=2)
+    for value in (-1, 1.5, True, "all"):
+        refused("zero3", "prefetch_blocks=.*expected a whole number of blocks, 0 for none, or None for 1", prefetch_blocks=value)
     refused("zero3", "no module of these classes", activation_checkpointing=[nn.Conv2d])
     refused("zero3", "it chose no module", activation_checkpointing=lambda module: False)
+
+
+def test_what_the_host_updates_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All shards of gradients are told to come, and then the host waits for the device's stream."""
+    waits: list[torch.device] = []
+
+    class Stream:
+        def synchronize(self) -> None:
+            waits.append(torch.device("meta"))
+
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: Stream())
+    home = HostHome()
+    home.device = torch.device("meta")  # stands in for the host, and the host for a device: they differ
+    monkeypatch.setattr(HostHome, "empty", lambda _, numel, dtype: torch.empty(numel, dtype=dtype))
+    brought = [home.bring(torch.full((3,), value, dtype=torch.float64), torch.float32) for value in (1.0, 2.0)]
+    assert not waits
+    home.arrived()
+    home.arrived()
+    assert len(waits) == 1
+    assert [each.tolist() for each in brought] == [[1.0] * 3, [2.0] * 3]

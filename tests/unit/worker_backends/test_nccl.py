@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
@@ -14,56 +13,13 @@ import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, DeadlineError, InvalidRequestError, MembershipChanged
 from shoal_worker.backends.nccl.backend import NCCLBackend
 from shoal_worker.backends.nccl.device import WATCHDOG
-from shoal_worker.backends.nccl.ending import Ending
 from shoal_worker.torch_internals import AllreduceOptions
 
-from tests.fake_device.library import FakeCuda, in_threads
-from tests.fake_device.machine import Machine
+from tests.fake_device.library import in_threads
+from tests.fake_device.ranks import SEEDS, ProcessEnded, Ranks, close, outcome, started
 from tests.zygote.children import eventually
 
-_PATIENCE = timedelta(seconds=60)
 _SHORT = timedelta(seconds=0.2)
-_SEEDS = range(12)
-
-
-class ProcessEnded(BaseException):
-    """The process would have ended."""
-
-
-def end_process(status: int, why: str) -> NoReturn:
-    raise ProcessEnded(status, why)
-
-
-class Ranks:
-    """Ranks as threads, each on a device of its own."""
-
-    def __init__(self, size: int, seed: int = 0, *, devices: list[int] | None = None) -> None:
-        self.size, self.machine = size, Machine(seed)
-        self.devices = [FakeCuda(self.machine, number) for number in (devices or range(size))]
-
-    def form(self, ranks: list[int] | None = None, **options: Any) -> list[Any]:
-        """Connects these of them: their backends, or what was raised."""
-        ranks = list(range(self.size)) if ranks is None else ranks
-        store = dist.HashStore()
-
-        def connect(rank: int) -> NCCLBackend:
-            backend = self.backend(ranks[rank], limit=options.pop("limit", _PATIENCE))
-            backend.initialize(
-                rank=rank, world_size=len(ranks), store=store, **{"timeout": _PATIENCE, "connect_timeout": _PATIENCE, **options}
-            )
-            return backend
-
-        return in_threads([lambda rank=rank: connect(rank) for rank in range(len(ranks))])
-
-    def backend(self, rank: int, *, limit: timedelta = _PATIENCE, connect_limit: timedelta = _PATIENCE) -> NCCLBackend:
-        backend = NCCLBackend(self.devices[rank], connect_limit=connect_limit)
-        backend._ending = Ending(self.devices[rank], limit=limit, end_process=end_process)
-        return backend
-
-    def run_on(self, looks: int = 400) -> None:
-        """Everything happens that can."""
-        for _ in range(looks):
-            self.machine.look()
 
 
 @pytest.fixture(autouse=True)
@@ -72,19 +28,6 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*WATCHDOG, "TORCH_NCCL_NONBLOCKING_TIMEOUT"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-
-
-def started(backend: NCCLBackend, tensor: torch.Tensor) -> dist.Work:
-    return backend.process_group.allreduce([tensor], AllreduceOptions())
-
-
-def outcome(call: Callable[[], Any]) -> Any:
-    (answer,) = in_threads([call])
-    return answer
-
-
-def close(backends: list[Any]) -> None:
-    in_threads([backend.shutdown for backend in backends if isinstance(backend, NCCLBackend)])
 
 
 # --- what a collective is
@@ -133,7 +76,7 @@ def test_numbers_and_messages_of_hosts_do_not_wait_for_the_device() -> None:
 # --- how it ends
 
 
-@pytest.mark.parametrize("seed", _SEEDS)
+@pytest.mark.parametrize("seed", SEEDS)
 def test_memory_is_quiet_once_a_wait_has_failed(seed: int) -> None:
     ranks = Ranks(2, seed)
     backends = ranks.form()
@@ -148,7 +91,7 @@ def test_memory_is_quiet_once_a_wait_has_failed(seed: int) -> None:
     close(backends)
 
 
-@pytest.mark.parametrize("seed", _SEEDS)
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_redo_in_the_next_group_has_the_memory_for_itself(seed: int) -> None:
     """No wait was in progress when the group ended: what leaves the group waits instead."""
     ranks = Ranks(3, seed)
@@ -234,7 +177,7 @@ def test_a_device_that_has_failed_does_not_connect_anew_for_ever() -> None:
 # --- what an error means
 
 
-@pytest.mark.parametrize("seed", _SEEDS)
+@pytest.mark.parametrize("seed", SEEDS)
 def test_an_error_of_nccl_ends_the_group_and_leaves_memory_quiet(seed: int) -> None:
     """The work counts as complete as soon as NCCL has noticed, though its kernel lives."""
     ranks = Ranks(2, seed)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from shoal_worker.api import shutdown
 from shoal_worker.backends import worlds
 from shoal_worker.backends.nccl.backend import NCCLBackend
+from shoal_worker.backends.waits import Waits
 from shoal_worker.elastic import fixed
 from torch import nn
 
@@ -23,6 +24,8 @@ from tests.fake_device.machine import Machine
 
 _TIMEOUT = timedelta(seconds=60)
 _WORLD = 4
+_STEPS = 3
+_ON_THE_DEVICE = ("allreduce", "all_gather_single", "reduce_scatter_single", "all_to_all_single", "recv", "send", "broadcast")
 
 
 def model_with_rows(*, sparse: bool) -> nn.Module:
@@ -30,6 +33,21 @@ def model_with_rows(*, sparse: bool) -> nn.Module:
     return nn.Sequential(
         nn.Embedding(20, 8, sparse=sparse), nn.Linear(8, 16), nn.Tanh(), *(nn.Linear(16, 16) for _ in range(5)), nn.Linear(16, 1)
     )
+
+
+class Block(nn.Module):
+    """What is gathered by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(x)
+
+
+def model_with_blocks() -> nn.Module:
+    return nn.Sequential(nn.Embedding(20, 8), *(Block() for _ in range(6)), nn.Linear(8, 1))
 
 
 def examples() -> torch.utils.data.TensorDataset:
@@ -105,3 +123,37 @@ def test_training_on_devices_comes_to_what_one_process_does(strategy: str, optio
         for name, value in expected.items():
             torch.testing.assert_close(trained[name], value, rtol=1e-4, atol=1e-6)
     assert not any(machine.busy(device) for device in range(_WORLD))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "most"),
+    [
+        ("zero2", {}, 0),
+        ("zero3", {"shard_modules": [Block]}, 0),
+        ("hsdp", {"shard_size": 2, "shard_modules": [Block]}, 0),
+        # Whether the ranks were given one batch, in each step; and in the first the forms of what goes between stages.
+        ("pipeline", {"schedule": "1f1b", "micro_batches": 4}, _WORLD * _STEPS + _WORLD),
+    ],
+)
+def test_the_host_waits_for_no_block_in_a_step(strategy: str, options: dict[str, Any], most: int) -> None:
+    """Between steps it does: for parameters that are fetched after an update, and for the state in the end."""
+    torch.manual_seed(0)
+    prototype = model_with_blocks()
+    (expected,) = shoal.launch(train, prototype, "ddp", {}, world_size=1)
+    in_steps: list[str] = []
+    begin = Waits.begin
+
+    def count(waits: Waits, what: str) -> None:
+        world = worlds.own_world()
+        step = world.session.lifecycle.current if world is not None and world.session is not None else None
+        if step is not None and step.control is None and what in _ON_THE_DEVICE:
+            in_steps.append(what)
+        begin(waits, what)
+
+    with mock.patch.object(Waits, "begin", count):
+        outcomes = on_devices(Machine(seed=1), prototype, strategy, options)
+    assert not [each for each in outcomes if isinstance(each, BaseException)]
+    for trained in outcomes:
+        for name, value in expected.items():
+            torch.testing.assert_close(trained[name], value, rtol=1e-4, atol=1e-6)
+    assert len(in_steps) <= most, in_steps

@@ -130,6 +130,7 @@ def test_ranks_train_as_one_process_does(
         (2, {"strategy": "hybrid", **GRID}, "2 ranks make 0 replica.* start a multiple of 4"),
         (1, {"strategy": "hybrid", "data_parallel_strategy": "zero3"}, "data_parallel_strategy='zero3': expected one of ddp, zero1"),
         (2, {"strategy": "hybrid", "shard_modules": ["blocks.0"], **ZERO2}, "shard_modules=.*'zero2'.* leave it out"),
+        (2, {"strategy": "hybrid", "prefetch_blocks": 2, **ZERO2}, "prefetch_blocks=2 .*'zero2'.* leave it out"),
         (2, {"strategy": "hybrid", "shard_modules": ["nope"], **FSDP}, "shard_modules='nope': the model has no such module"),
         (2, {"strategy": "hybrid", "pipeline_parallel_size": 2, "shard_modules": ["blocks.0"], **FSDP}, "shard_modules=.* leave it out"),
         (1, {"strategy": "hybrid", **GRID, "sequence_dimension": 1}, "sequence_dimension=1 with pipeline_parallel_size=2"),

@@ -357,6 +357,31 @@ class CommunicationBackend(abc.ABC):
         group = self.process_group
         return self._handle("barrier", lambda: group.barrier(BarrierOptions()), async_op)
 
+    # --- results in the order of a device
+
+    def order(self, work: dist.Work) -> None:
+        """Has what the calling thread computes from here on come after `work`, one of this group's.
+
+        The thread itself waits only where it computes by itself, on the host; else it goes on, and what it queues on the device runs after
+        the collective, also after one that an abort has ended, which may have left anything. So nothing that follows from such a result may
+        be kept, told to another rank or taken for an index before `settle` has returned. Raises as `Handle.wait`.
+        """
+        work.wait()
+
+    @property
+    def unsettled(self) -> bool:
+        """There are works that `order` was called for, and that `settle` was not."""
+        return False
+
+    def settle(self) -> None:
+        """Returns when all that `order` was called for has ended well. Raises MembershipChanged: not all has; nothing of the group writes
+        into memory then."""
+        if self._reason is not None:
+            raise GroupEndedError(self._reason)
+
+    def rest(self) -> None:  # noqa: B027 - on the host whoever has waited for a collective's end has seen it
+        """Returns when nothing of a group that is over reads or writes memory on a device any more."""
+
     # --- checks
 
     def _handle(self, what: str, issue: Callable[[], dist.Work], async_op: bool, finish: Callable[[], None] | None = None) -> Handle:

@@ -8,8 +8,8 @@ step, the same on all ranks that survive it.
 - A step: `step` (the step in progress, and its control word), `step_lifecycle` (begins, commits and loses steps), `borders` (what happens
   between two of them; who leaves), `phase` (where the script is in the run), `committed_state` (what is true after the last step),
   `return_to_checkpoint` (where that is lost), `last_step` (nobody leaves while a peer is in doubt of it).
-- A generation: `generation` and `group` (its ranks, connected), `formation` (makes the next one out of survivors and joiners), `reconcile`
-  (what the ranks make of their standings), `joiner_state` and `transfer` (state that travels).
+- A generation: `generation` and `group` (its ranks, connected, by `opening`), `formation` (makes the next one of survivors and joiners),
+  `reconcile` (what the ranks make of their standings), `joiner_state` and `transfer` (state that travels).
 - Membership: `member` is what the session asks of it; `membership` and `link` have it from the coordinator (`coordinator_messages`;
   `outbox`: what that is told), `fixed` where ranks are threads or MPI's.
 - Between steps: `operations` (over a `channel`), `evaluation`, `collectives` (what scripts tell each other) and `torch_calls` (by torch's

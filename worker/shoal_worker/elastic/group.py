@@ -12,13 +12,11 @@ The training thread issues the collectives. `abort` may be called from any threa
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import re
 import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from types import TracebackType
 from typing import TypeVar
 
@@ -28,6 +26,7 @@ from shoal_common.errors import ConfigurationError, MembershipChanged, Precondit
 
 from shoal_worker.backends.base import CommunicationBackend, Traffic
 from shoal_worker.elastic.generation import Generation
+from shoal_worker.elastic.opening import Opening
 from shoal_worker.elastic.waiting import Waiting
 from shoal_worker.store.redis_store import RedisStore
 from shoal_worker.torch_internals import AllgatherOptions, AllToAllOptions, BarrierOptions, BroadcastOptions, ReduceScatterOptions, Store
@@ -35,30 +34,6 @@ from shoal_worker.torch_internals import AllgatherOptions, AllToAllOptions, Barr
 _Sum = TypeVar("_Sum")
 _FAILURES = (RuntimeError, ValueError)
 """What c10d raises, DistError and DistBackendError among them."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Opening:
-    """What the groups of one generation are connected with."""
-
-    make_backend: Callable[[], CommunicationBackend]
-    store: Callable[[str], Store]
-    """A store that no group has used, by a name; the same for all ranks that say the name."""
-    hostname: str | None
-    connect_timeout: timedelta
-    collective_timeout: timedelta
-
-    def initialize(self, backend: CommunicationBackend, generation: Generation, store: Store, members: Sequence[int] | None = None) -> None:
-        """Connects `backend`; `members`: see `CommunicationBackend.initialize`. Raises what that raises."""
-        backend.initialize(
-            rank=generation.rank,
-            world_size=generation.world_size,
-            store=store,
-            timeout=self.collective_timeout,
-            connect_timeout=self.connect_timeout,
-            hostname=self.hostname,
-            members=members,
-        )
 
 
 class Group:
@@ -273,6 +248,7 @@ class Group:
             self._short(lambda backend: backend.all_reduce_short(tensor))
 
     def _short(self, add_up: Callable[[CommunicationBackend], _Sum]) -> _Sum:
+        self.settle()
         with self._failures("all_reduce"), self.waiting:
             try:
                 return add_up(self._live_backend)
@@ -298,6 +274,36 @@ class Group:
         """
         with self._failures("all_reduce"), self.waiting:
             work.wait()
+
+    def order(self, work: dist.Work) -> None:
+        """Has what the calling thread computes next come after a collective that was started; see `CommunicationBackend.order`.
+
+        Raises:
+            MembershipChanged: it failed.
+        """
+        with self._failures("a collective"), self.waiting:
+            self._live_backend.order(work)
+
+    def settle(self) -> None:
+        """Returns when all collectives that were ordered have ended well: in this group, in its parts, and in the one that it is a part of.
+
+        A closing and whatever else hosts sum asks for it by itself, so that no rank can say more than it knows.
+
+        Raises:
+            MembershipChanged: some collective has failed, or a group is over; nothing of it writes into memory then.
+        """
+        whole = self
+        while whole._parent is not None:
+            whole = whole._parent
+        for group in whole._with_parts():
+            if group._backend is not None and group._backend.unsettled:
+                with group._failures("a collective"), group.waiting:
+                    group._live_backend.settle()
+
+    def _with_parts(self) -> Iterator[Group]:
+        yield self
+        for part in list(self._parts):
+            yield from part._with_parts()
 
     @contextlib.contextmanager
     def own_collectives(self, what: str) -> Iterator[CommunicationBackend]:
@@ -421,6 +427,9 @@ class Group:
 
     def _check(self) -> None:
         if self._reason is not None:
+            backend = self._backend
+            if backend is not None:
+                backend.rest()  # who is told so may give the memory to something else
             raise self._ended(MembershipChanged(f"generation {self.generation.number} is over: {self._reason}"))
 
     @property

@@ -23,9 +23,10 @@ from shoal_worker.backends.base import CommunicationBackend
 from shoal_worker.backends.registry import backend_class
 from shoal_worker.backends.waits import Waits
 from shoal_worker.elastic.generation import Generation, MemberIdentity
-from shoal_worker.elastic.group import Group, Opening, brief
+from shoal_worker.elastic.group import Group, brief
 from shoal_worker.elastic.link import CoordinatorLink
 from shoal_worker.elastic.member import LeaveReason
+from shoal_worker.elastic.opening import Opening
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.stall_watch import (
     GENERATION_OVER_OR_AWAY,

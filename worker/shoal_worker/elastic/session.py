@@ -278,7 +278,8 @@ class Session:
         return self.lifecycle.control_word()
 
     def seal_step(self) -> None:
-        """The gradients are summed: this rank has all that it needs to apply the step."""
+        """The gradients are summed: this rank has all that it needs to apply the step, or the step is marked lost."""
+        self.lifecycle.settle_collectives()
         self.lifecycle.require().seal()
 
     def take_control_word(self, summed: Sequence[float]) -> None:

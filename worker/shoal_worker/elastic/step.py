@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, SupportsFloat
 
 from shoal_common.errors import PreconditionError, ShoalError
 
@@ -123,8 +123,8 @@ class Step:
     """Why its group is over, of a step that is not decided: nothing more is sent in it. None: the group works, or the step is decided."""
     control: list[float] | None = None
     """The control word summed over all ranks; None: not reduced yet."""
-    loss: float | None = None
-    """This rank's mean loss, if told."""
+    loss: SupportsFloat | None = None
+    """This rank's mean loss, if told. To make it a number is to wait for the device that computes it."""
     known: bool = False
     """The servers have had its batch from another member, which died before it had said so (async_sgd)."""
     refused: ShoalError | None = None
@@ -153,7 +153,7 @@ class Step:
         weight = 0.0
         if self.share is not None and self.loss is not None:
             weight = self.micro_batches_weight if self.in_micro_batches else self.share.weight
-        loss = self.loss * weight if self.loss is not None and weight > 0 else 0.0
+        loss = float(self.loss) * weight if self.loss is not None and weight > 0 else 0.0
         digits = [float(digit) for digit in _digits(settings, 2)]
         own = (float(border_wanted), loss, weight, float(stop_told), float(leaving))
         return [*own, *digits, *(digit * digit for digit in digits), *place.word()]
@@ -218,7 +218,9 @@ class Step:
     @property
     def mean_loss(self) -> float | None:
         """Over the whole batch if the ranks told theirs, else this rank's own, if told."""
-        return self.loss if self.loss_of_all is None else self.loss_of_all
+        if self.loss_of_all is not None:
+            return self.loss_of_all
+        return None if self.loss is None else float(self.loss)
 
     @property
     def weight_of_all(self) -> float | None:

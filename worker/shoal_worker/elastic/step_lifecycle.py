@@ -293,6 +293,15 @@ class StepLifecycle:
         step.check_whole()
         return self._borders.control_word(step)
 
+    def settle_collectives(self) -> None:
+        """Returns when all collectives that were ordered in the step have ended (`Group.settle`); if not all did well it is marked lost."""
+        group = self._borders.group
+        if group is not None and self.require().lost is None:
+            try:
+                group.settle()
+            except MembershipChanged as error:
+                self.mark_lost(error)
+
     def mark_lost(self, error: BaseException) -> None:
         """A collective of the step failed. May be called from a collective's callback."""
         step = self.current

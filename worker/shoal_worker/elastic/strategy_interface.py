@@ -306,7 +306,8 @@ class StrategySession(Protocol):
         ...
 
     def seal_step(self) -> None:
-        """The gradients are summed: this rank has all that it needs to apply the step."""
+        """The gradients are summed: this rank has all that it needs to apply the step. Waits for all that was ordered in it
+        (`Group.settle`); if not all of that ended well the step is marked lost instead."""
         ...
 
     def take_control_word(self, summed: Sequence[float]) -> None:

@@ -1,10 +1,12 @@
-"""The loss that a loop tells of itself. A loss on a device is copied when the device has come to it, and nobody waits for that."""
+"""The losses that a loop tells, of itself (`ToldLoss`) or of a step (`read_later`). One on a device is copied when the device has come to
+it; who wants the number waits for that, and nobody before."""
 
 from __future__ import annotations
 
 import math
 import threading
 from collections import deque
+from typing import SupportsFloat
 
 import torch
 from shoal_common.errors import ConfigurationError
@@ -25,9 +27,7 @@ class ToldLoss:
         """Raises ConfigurationError: it is not one number that this rank has."""
         value = _one_number(loss)
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-            copy = value.to("cpu", non_blocking=True)  # into pinned memory
-            arrival = torch.Event(value.device)
-            arrival.record()
+            copy, arrival = _sent_to_host(value)
             with self._lock:
                 self._told += 1
                 self._on_their_way.append((self._told, copy, arrival))
@@ -60,6 +60,48 @@ class ToldLoss:
         while self._on_their_way and self._on_their_way[0][2].query():
             ordinal, copy, _ = self._on_their_way.popleft()
             self._newest = (ordinal, float(copy))
+
+
+class LossOnItsWay:
+    """A loss that a device computes, as a number that can be asked for."""
+
+    def __init__(self, loss: torch.Tensor) -> None:
+        self._copy, self._arrival = _sent_to_host(loss)
+
+    def __float__(self) -> float:
+        self._arrival.synchronize()
+        return float(self._copy)
+
+
+class MeanLoss:
+    """The mean of losses by their weights, as a number that can be asked for; 0 if all weigh nothing."""
+
+    def __init__(self) -> None:
+        self._losses: list[tuple[SupportsFloat, float]] = []
+
+    def add(self, loss: SupportsFloat, weight: float) -> None:
+        """One that weighs nothing is left out, whatever it is."""
+        if weight != 0:
+            self._losses.append((loss, weight))
+
+    def __float__(self) -> float:
+        total = sum(weight for _, weight in self._losses)
+        return sum(float(loss) * weight for loss, weight in self._losses) / total if total else 0.0
+
+
+def read_later(loss: torch.Tensor) -> SupportsFloat:
+    """A loss that the step's closing tells, as a number. On a device it is read when it is asked for, so that what comes next is queued
+    meanwhile."""
+    value = loss.detach()
+    return float(value) if value.device.type == "cpu" or isinstance(value, DTensor) else LossOnItsWay(value)
+
+
+def _sent_to_host(value: torch.Tensor) -> tuple[torch.Tensor, torch.Event]:
+    """Where it will be when the event has happened: in pinned memory."""
+    copy = value.to("cpu", non_blocking=True)
+    arrival = torch.Event(value.device)
+    arrival.record()
+    return copy, arrival
 
 
 def _one_number(loss: float | torch.Tensor) -> float | torch.Tensor:

@@ -1,14 +1,34 @@
-"""Where an engine's collective that failed makes the step lost. (Those that a tensor-parallel layer issues come to
-`mesh/rank_mesh.py::_lose`.)"""
+"""Where an engine waits for collectives of a step, and where one that failed makes the step lost. (Those that a tensor-parallel layer
+issues come to `mesh/step_group.py`.)"""
 
 from __future__ import annotations
 
 from types import TracebackType
 from typing import Final
 
+import torch.distributed as dist
 from shoal_common.errors import MembershipChanged
 
+from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.strategy_interface import StrategySession
+
+
+def is_open(session: StrategySession) -> bool:
+    """A step is in progress whose closing is to come: it asks for all that was ordered (`Group.settle`), and nothing that was computed in
+    the step is kept unless that ended well."""
+    step = session.step
+    return step is not None and step.control is None
+
+
+def come_after(session: StrategySession, group: Group, work: dist.Work) -> None:
+    """Has what is computed next come after a collective of `group`: in an open step the device waits for it, else this thread.
+
+    Not for results by which the host decides, or that are indices. Raises MembershipChanged: it failed.
+    """
+    if is_open(session):
+        group.order(work)
+    else:
+        group.wait(work)
 
 
 class LosingStep:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from shoal_common.errors import ConfigurationError, InternalError, PreconditionError
@@ -127,6 +127,7 @@ class ModelSession:
         return self._session.lifecycle.control_word(self.step)
 
     def seal_step(self) -> None:
+        self._session.lifecycle.settle_collectives()
         if (own := self.step) is not None:
             own.seal()
 
@@ -196,7 +197,7 @@ class ModelSession:
             raise settings_apart(self._session.registered.settings)
 
     @property
-    def told_loss(self) -> float | None:
+    def told_loss(self) -> SupportsFloat | None:
         """What `train_step` has told of the model's own step."""
         return self._own.loss if self._own is not None else None
 

@@ -29,6 +29,7 @@ from shoal_common.errors import ConfigurationError, PreconditionError
 from shoal_worker.elastic.channel import Channel
 from shoal_worker.elastic.loader_interface import Share
 from shoal_worker.elastic.step import Step, StepPhase
+from shoal_worker.elastic.told_loss import read_later
 from shoal_worker.engine.base import Engine, Setup
 from shoal_worker.engine.hidden_parameters import Whereabouts, guard_parts, inside, is_hidden
 from shoal_worker.engine.parameters import check_optimizer_covers, check_trains, has_values, materialize, named_values
@@ -243,11 +244,11 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         session = self._session
         told = self._take_pass(inputs, targets, loss_fn)
         step = session.ensure_step()
-        step.loss = None if told is None else float(told.detach())
+        step.loss = None if told is None else read_later(told)
         session.finish_reduction_if_whole()
         mean = step.mean_loss if step.control is not None else None
         loss = torch.zeros((), dtype=torch.float64, device=session.device) if told is None else told.detach()
-        return loss if mean is None else loss.new_tensor(mean)
+        return loss if mean is None else loss.new_full((), mean)
 
     @property
     def _trains(self) -> bool:
@@ -327,7 +328,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             if not scale >= 1.0:  # with a norm that is not a number, all become that
                 self._clipped *= scale
                 self.scale_gradients(scale)
-        return torch.tensor(norm, dtype=torch.float64, device=self._session.device)
+        return torch.full((), norm, dtype=torch.float64, device=self._session.device)
 
     def scale_gradients(self, scale: float) -> None:
         """Multiplies the gradients of what this rank is to update."""

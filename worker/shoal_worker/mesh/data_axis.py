@@ -161,6 +161,7 @@ class InShards(DataAxis):
         collectives: Collectives,
         bucket_bytes: int,
         blocks: Sequence[tuple[nn.Module, Sequence[str]]] | None,
+        prefetch: int,
         whereabouts: Whereabouts,
     ) -> None:
         """Takes the pieces' memory over. They are whole until `free`.
@@ -172,6 +173,7 @@ class InShards(DataAxis):
             bucket_bytes: what is gathered and reduced at once, where it is not by blocks.
             blocks: with `Stage.PARAMETERS`, modules that are gathered in their passes, the outermost first, with the names of their
                 pieces; None: all are, by `gather`.
+            prefetch: how many blocks are gathered ahead.
             whereabouts: of the model's hidden parameters.
         """
         super().__init__(pieces)
@@ -196,7 +198,7 @@ class InShards(DataAxis):
             self.units = units(pieces, bucket_bytes)
         else:
             made = [(module, units(names, _NO_CAP)) for module, names in blocks]
-            self.execution = ShardedExecution(made, collectives, stage, whereabouts)
+            self.execution = ShardedExecution(made, collectives, stage, whereabouts, prefetch=prefetch)
             self.units = self.execution.units
         for unit in self.units:
             unit.cut(division.shards, division.position(collectives.rank), division.mirrored(collectives.rank))

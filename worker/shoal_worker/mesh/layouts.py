@@ -288,6 +288,8 @@ class Sharding:
     """What is reduced or gathered at once."""
     blocks: Callable[[nn.Module], Sequence[ParameterGroup]] | None = None
     """What of a model is gathered at once in its passes."""
+    prefetch: int = 1
+    """How many of them are gathered ahead."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.step import Step
 from shoal_worker.elastic.strategy_interface import StrategySession
 from shoal_worker.engine.buffers import CommittedBuffers
+from shoal_worker.engine.failed_collectives import come_after
 from shoal_worker.engine.hidden_parameters import drop_gradient
 from shoal_worker.mesh.data_axis import InShards
 from shoal_worker.mesh.layouts import Axes, Sharding
@@ -66,7 +67,7 @@ class RankMesh:
         self._seed = seeds[axes.rank(0, 0, at.data)][0]
         self.tensor_mesh: GroupMesh | None = None
         if axes.tensor > 1:
-            self.tensor_mesh = GroupMesh(StepGroup(self._groups["tensor"], functools.partial(_lose, session)), session.device.type)
+            self.tensor_mesh = GroupMesh(StepGroup(self._groups["tensor"], session), session.device.type)
         self.cut = MeshCut(number=group.generation.number, axes=axes, at=at)
         self._shard: Shard | None = None
         if sharding is not None:
@@ -124,6 +125,7 @@ class RankMesh:
                 group=line.process_group if line.world_size > 1 else _OneRank(),  # type: ignore[arg-type]  # asked for no more than that
                 device=self._session.device,
                 end=line.abort,
+                come_after=functools.partial(come_after, self._session, line),
                 observe=self._observe,
                 split=blueprint.split,
                 plain=unparallelize,
@@ -288,15 +290,9 @@ def _in_shards(sharding: Sharding, line: Division, collectives: PartCollectives,
         collectives=collectives,
         bucket_bytes=sharding.bucket_bytes,
         blocks=blocks,
+        prefetch=sharding.prefetch,
         whereabouts=parts.whereabouts,
     )
-
-
-def _lose(session: StrategySession, error: BaseException) -> bool:
-    if session.step is None:
-        return False
-    session.mark_lost(error)
-    return True
 
 
 class _OneRank:

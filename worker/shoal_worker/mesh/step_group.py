@@ -8,7 +8,6 @@ not raise there: its result is zeros, the step is marked lost, and `optimizer.st
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, ClassVar, Final
 
@@ -19,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shoal_worker.backends.python_group import ForwardingGroup
 from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.strategy_interface import StrategySession
+from shoal_worker.engine.failed_collectives import come_after
 from shoal_worker.torch_internals import (
     Work,
     _register_process_group,
@@ -30,14 +31,14 @@ _NUMBERS: Final = itertools.count(1)
 
 
 class StepGroup(ForwardingGroup):
-    """Forwards to the process group of `group`. `lost(error)` is told of a failure; False: there is no step that it could be told of."""
+    """Forwards to the process group of `group`, for a session's steps. A failure is told to the step; where there is none it is raised."""
 
     backend_name: ClassVar[str] = "shoal_step"
 
-    def __init__(self, group: Group, lost: Callable[[BaseException], bool]) -> None:
+    def __init__(self, group: Group, session: StrategySession) -> None:
         super().__init__(group.rank, group.world_size, f"shoal_step_{next(_NUMBERS)}")
         self._group = group
-        self._lost = lost
+        self._session = session
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -46,8 +47,13 @@ class StepGroup(ForwardingGroup):
     def failed(self, error: MembershipChanged) -> None:
         """Ends the group for all. Raises `error` outside of a step."""
         self._group.abort(str(error))
-        if not self._lost(error):
+        if self._session.step is None:
             raise error
+        self._session.mark_lost(error)
+
+    def come_after(self, work: Work) -> None:
+        """See `failed_collectives.come_after`."""
+        come_after(self._session, self._group, work)
 
     def _issue(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Work:
         try:
@@ -71,7 +77,11 @@ class StepWork(Work):
         work, self._work = self._work, None
         if work is not None:
             try:
-                work.wait() if timeout is None else work.wait(timeout)
+                # torch gives 0 for no timeout. By whole numbers the host may go, or they are indices.
+                if not timeout and all(one.is_floating_point() for one in self.result()):
+                    self._group.come_after(work)
+                else:
+                    work.wait(timeout) if timeout else work.wait()
             except MembershipChanged as error:
                 self._group.failed(error)
                 _blank(self._outputs)

@@ -46,14 +46,23 @@ class Traffic:
 class Links:
     """One rank's connections to the others of its pipeline."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, end: Callable[[str], None] | None = None) -> None:
-        """`end(reason)` ends the group for all ranks; None: the group's own `abort`."""
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        end: Callable[[str], None] | None = None,
+        come_after: Callable[[dist.Work], None] | None = None,
+    ) -> None:
+        """`end(reason)` ends the group for all ranks; None: the group's own `abort`. `come_after(work)` has what is computed next come
+        after a transfer of floating-point numbers, which the host does not go by; None: the host waits for it."""
         self._group = group
         self.rank: int = group.rank()
         self.size: int = group.size()
         self.device = device
         self.traffic = Traffic()
         self._end = end
+        self._come_after = come_after
         self._sends: dict[int, collections.deque[tuple[dist.Work, torch.Tensor, str]]] = collections.defaultdict(collections.deque)
 
     def end(self, reason: str) -> None:
@@ -92,7 +101,7 @@ class Links:
     def receive(self, into: torch.Tensor, peer: int, what: str) -> Incoming:
         """Starts to receive into `into`, a contiguous tensor."""
         with self._translated(what, peer):
-            return Incoming(self, self._group.recv([into], peer, 0), peer, what)
+            return Incoming(self, self._group.recv([into], peer, 0), into, peer, what)
 
     def finish_sends(self) -> None:
         """Waits until all that was sent has been taken."""
@@ -101,9 +110,9 @@ class Links:
                 self._finish_send(peer)
 
     def _finish_send(self, peer: int) -> None:
-        work, _, what = self._sends[peer].popleft()
+        work, tensor, what = self._sends[peer].popleft()
         with self._translated(what, peer):
-            work.wait()
+            self._await(work, tensor)
 
     # -------------------------------------------------------------------------------------------------------------- collectives
 
@@ -124,6 +133,12 @@ class Links:
         with self._translated(what, None):
             self._group.broadcast([tensor], options).wait()
 
+    def _await(self, work: dist.Work, tensor: torch.Tensor) -> None:
+        if self._come_after is not None and tensor.is_floating_point():
+            self._come_after(work)
+        else:
+            work.wait()
+
     @contextmanager
     def _translated(self, what: str, peer: int | None) -> Iterator[None]:
         with _group_errors(f"{what} (rank {self.rank} of the pipeline{'' if peer is None else f', with rank {peer}'})"):
@@ -133,13 +148,13 @@ class Links:
 class Incoming:
     """Something that is on its way."""
 
-    def __init__(self, links: Links, work: dist.Work, peer: int, what: str) -> None:
-        self._links, self._work, self._peer, self._what = links, work, peer, what
+    def __init__(self, links: Links, work: dist.Work, into: torch.Tensor, peer: int, what: str) -> None:
+        self._links, self._work, self._into, self._peer, self._what = links, work, into, peer, what
 
     def wait(self) -> None:
-        """Returns when it is there. Raises MembershipChanged when it will not come."""
+        """Returns when what is computed next finds it there. Raises MembershipChanged when it will not come."""
         with self._links._translated(self._what, self._peer):
-            self._work.wait()
+            self._links._await(self._work, self._into)
 
 
 def all_reduce(group: dist.ProcessGroup, tensor: torch.Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:

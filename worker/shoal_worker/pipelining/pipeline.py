@@ -114,6 +114,7 @@ class Pipeline:
         group: dist.ProcessGroup,
         device: torch.device | None = None,
         end: Callable[[str], None] | None = None,
+        come_after: Callable[[dist.Work], None] | None = None,
         observe: Callable[[str, int, int], None] | None = None,
         split: Split | None = None,
         plain: Callable[[nn.Module], None] | None = None,
@@ -128,6 +129,7 @@ class Pipeline:
             group: The ranks of one replica, in the order of the stages.
             device: Of this rank's tensors; None: the CPU.
             end: Ends the group for all ranks, with a reason; None: the group's own `abort`.
+            come_after: See `Links`.
             observe: See `ScheduleExecutor.run`.
             split: As it is to be split; None: by the settings.
             plain, inside: See `partial_model`.
@@ -143,7 +145,7 @@ class Pipeline:
         self.rank_of = stage_ranks(kind, group.size(), self._per_rank)
         """The rank of each stage."""
         self.split: Split = split or split_model(module, len(self.rank_of), cut_points=settings.cut_points)
-        self.links = Links(group, device or torch.device("cpu"), end=end)
+        self.links = Links(group, device or torch.device("cpu"), end=end, come_after=come_after)
         stages = [stage for stage, rank in enumerate(self.rank_of) if rank == self.links.rank]
         self._is_last = len(self.rank_of) - 1 in stages
         self._parts: dict[int, PartialModel] = {stage: partial_model(module, self.split, stage, plain, inside) for stage in stages}

@@ -169,7 +169,7 @@ def _cut_memory(subject: Subject, units: Sequence[_Unit], stage: Stage, division
         gradients=gradients,
         optimizer=state,
         mirrors=own + gradients + state if division.mirrors else 0.0,
-        staging=2 * subject.buffer_bytes + _staged(units, stage, gathered=gathered),
+        staging=2 * subject.buffer_bytes + _staged(units, stage, gathered=gathered, ahead=subject.config.blocks_ahead),
     )
 
 
@@ -188,15 +188,16 @@ def _updated(subject: Subject, units: Sequence[_Unit], position: int) -> tuple[f
     return gradients, state
 
 
-def _staged(units: Sequence[_Unit], stage: Stage, *, gathered: bool) -> float:
-    """Gradients of units that are added up or on their way, each with what comes in for it; and what is gathered of cut parameters."""
+def _staged(units: Sequence[_Unit], stage: Stage, *, gathered: bool, ahead: int) -> float:
+    """Gradients of units that are added up or on their way, each with what comes in for it; and what is gathered of cut parameters, so many
+    blocks of them ahead."""
     gradients = sorted((unit.gradient for unit in units), reverse=True)
     staged = 2.0 * sum(gradients[:_IN_FLIGHT])
     if gathered:
         staged += sum(unit.whole for unit in units)
     elif stage is Stage.PARAMETERS:
         blocks = sorted((unit.whole for unit in units if not unit.stays), reverse=True)
-        staged += sum(unit.whole for unit in units if unit.stays) + sum(blocks[:2])
+        staged += sum(unit.whole for unit in units if unit.stays) + sum(blocks[: 1 + ahead])
     return staged
 
 

@@ -14,7 +14,7 @@ which `optimizer.step()` will say.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -29,12 +29,11 @@ if TYPE_CHECKING:
     from shoal_worker.elastic.strategy_interface import StrategySession
     from shoal_worker.engine.compressed import GradientCompression
 
-from typing import TYPE_CHECKING
-
 from shoal_common.errors import ConfigurationError
 from torch import nn
 
 from shoal_worker.elastic.step import StepPhase
+from shoal_worker.elastic.told_loss import MeanLoss
 from shoal_worker.engine.compressed import GradientCompression, check_floating
 from shoal_worker.engine.parameter_groups import in_buckets
 
@@ -280,6 +279,30 @@ class Flight:
 
 
 _CHUNK_ELEMENTS = 8 << 20
+_CONVERTED_BYTES = 4 << 20
+"""How much of the gradients is in memory in another dtype at once, while they are added up."""
+
+
+def add_times(added: Sequence[tuple[torch.Tensor, torch.Tensor]], factor: float) -> None:
+    """Adds to each first tensor the second, in the first's dtype, times `factor`; on a device in few kernels. Each element comes to what
+    one addition after the other makes of it."""
+    at_once: list[tuple[torch.Tensor, torch.Tensor]] = []
+    converted_bytes = 0
+    for total, given in added:
+        if given.layout is not torch.strided:
+            total.add_(given.to(total.dtype), alpha=factor)
+            continue
+        at_once.append((total, given.to(total.dtype)))
+        converted_bytes += total.nbytes if given.dtype != total.dtype else 0
+        if converted_bytes >= _CONVERTED_BYTES:
+            _add_at_once(at_once, factor)
+            at_once, converted_bytes = [], 0
+    _add_at_once(at_once, factor)
+
+
+def _add_at_once(added: Sequence[tuple[torch.Tensor, torch.Tensor]], factor: float) -> None:
+    if added:
+        torch._foreach_add_([total for total, _ in added], [given for _, given in added], alpha=factor)
 
 
 class AccumulatedReduction:
@@ -309,7 +332,7 @@ class AccumulatedReduction:
         self._flight = Flight(session, compression)
         self._apart: torch.Tensor | None = None
         """The changes of buffers, where they need a wider dtype than the gradients' sum."""
-        self._loss_sum = self._loss_weight = 0.0
+        self._mean_loss = MeanLoss()
         self._open = False
 
     @property
@@ -331,20 +354,21 @@ class AccumulatedReduction:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def add_loss(self, loss: float, weight: float) -> float:
+    def add_loss(self, loss: SupportsFloat, weight: float) -> MeanLoss:
         """The mean of this rank's losses in the step, with that of a micro-batch."""
-        if weight != 0:
-            self._loss_sum, self._loss_weight = self._loss_sum + loss * weight, self._loss_weight + weight
-        return self._loss_sum / self._loss_weight if self._loss_weight else 0.0
+        self._mean_loss.add(loss, weight)
+        return self._mean_loss
 
     def micro_batch_ends(self, weight: float) -> None:
         """Adds the micro-batch's gradient and buffers. One that weighs nothing may hold anything, NaN among it: it is left out."""
+        added: list[tuple[torch.Tensor, torch.Tensor]] = []
         for i, (parameter, total) in enumerate(zip(self._parameters, self._grad_sums, strict=True)):
             grad, parameter.grad = parameter.grad, None
             if grad is not None and weight != 0:
-                # In float64, so that float32 times a whole number is exact.
-                total.add_(grad.to(total.dtype), alpha=1.0 if self._sums else weight)
-                self._presence[i] += 1
+                added.append((total, grad))
+                self._counts[i] += 1
+        # In float64, so that float32 times a whole number is exact.
+        add_times(added, 1.0 if self._sums else weight)
         if weight != 0:
             self._buffer_changes.add_(self._buffers.changes(self._buffer_changes), alpha=weight)
             self._weight_sum += weight
@@ -360,12 +384,14 @@ class AccumulatedReduction:
         if not self._open:
             self._start()  # a rank without micro-batches takes part with weight zero
         self._check_complete()
+        self._presence.copy_(torch.tensor(self._counts))
         if session.elastic and not self._alone:
             self._send(step.share.total_weight if step.share is not None else None)
             if not self._flight.land():
                 return
-        divisor = 1.0 if self._sums else float(self._weight_sum) or 1.0
-        for parameter, summed, count in zip(self._parameters, self._grad_sums, self._presence.tolist(), strict=True):
+        *presence, weight = torch.cat([self._presence, self._weight_sum]).tolist()  # at once: on a device to read is to wait
+        divisor = 1.0 if self._sums else weight or 1.0
+        for parameter, summed, count in zip(self._parameters, self._grad_sums, presence, strict=True):
             here = count > 0 or (self._compression is not None and bool(summed.any()))  # earlier steps have left something out
             # Where the dtype is the same it is no copy, but another object: users may give `.grad` other memory.
             mean = summed.div_(divisor).to(parameter.dtype).detach() if here else None
@@ -410,7 +436,8 @@ class AccumulatedReduction:
             self._lay_out(trained)
         self._flat.zero_()
         self._buffer_changes.zero_()
-        self._loss_sum = self._loss_weight = 0.0
+        self._counts = [0] * len(self._parameters)
+        self._mean_loss = MeanLoss()
         self._open = True
 
     def _lay_out(self, trained: list[nn.Parameter]) -> None:

@@ -21,6 +21,7 @@ from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.loader_interface import StepStatus
 from shoal_worker.elastic.row_store import RowStore
 from shoal_worker.elastic.step import StepPhase
+from shoal_worker.elastic.told_loss import read_later
 from shoal_worker.engine.base import Engine, Setup
 from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.engine.compressed import compression_of
@@ -128,7 +129,7 @@ class ReplicatedEngine(Engine):
         session = self._session
         step = session.ensure_step()
         loss = loss_of(call_module(self._setup.model, inputs), targets, loss_fn)
-        told = float(loss.detach())
+        told = read_later(loss)
         step.loss = (
             told if step.micro_batch is None or not self._in_micro_batches else self._accumulation().add_loss(told, step.micro_batch)
         )
@@ -136,7 +137,7 @@ class ReplicatedEngine(Engine):
         if not self.config.auto_sync_gradients and not self._in_micro_batches:
             self.synchronize_gradients()
         session.finish_reduction_if_whole()
-        return loss.detach() if step.loss_of_all is None else loss.detach().new_tensor(step.loss_of_all)
+        return loss.detach() if step.loss_of_all is None else loss.detach().new_full((), step.loss_of_all)
 
     def synchronize_gradients(self) -> None:
         """Sums the gradients over the ranks. Only needed with `auto_sync_gradients=False`, after the backward pass; what was reduced before

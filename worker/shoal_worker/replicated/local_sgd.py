@@ -24,6 +24,7 @@ from shoal_worker.elastic.channel import Channel, LocalChannel
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.loader_interface import StepStatus
 from shoal_worker.elastic.step import StepPhase
+from shoal_worker.elastic.told_loss import read_later
 from shoal_worker.engine.base import Setup
 from shoal_worker.engine.failed_collectives import LosingStep
 from shoal_worker.engine.parameters import unsaved_buffers
@@ -95,7 +96,7 @@ class LocalSGDEngine(ReplicatedEngine):
         """Forward, loss and backward on this rank's samples. Returns their loss: the ranks do not meet in each step."""
         step = self._session.ensure_step()
         loss = loss_of(call_module(self._setup.model, inputs), targets, loss_fn)
-        told = float(loss.detach())
+        told = read_later(loss)
         summed = self._in_micro_batches and step.micro_batch is not None
         step.loss = self._accumulation().add_loss(told, step.micro_batch or 0.0) if summed else told
         loss.backward()

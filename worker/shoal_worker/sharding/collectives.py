@@ -27,7 +27,7 @@ from shoal_worker.compression.reduction import Reduction
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.step import agree
 from shoal_worker.elastic.strategy_interface import StrategySession
-from shoal_worker.engine.failed_collectives import LosingStep
+from shoal_worker.engine.failed_collectives import LosingStep, come_after
 from shoal_worker.sharding.layout import Division
 
 if TYPE_CHECKING:
@@ -107,7 +107,9 @@ class Pending(Protocol):
     """A collective on its way."""
 
     def wait(self) -> bool:
-        """Returns when the result is in place: True; or when it will not be: False. Call it once."""
+        """Returns when what is computed next finds the result in place: True; or when it will not be there: False. Call it once.
+
+        Within a step on a device the result is what the device waits for, and whether it is one is known when the step is sealed."""
         ...
 
 
@@ -313,7 +315,7 @@ class _Issued:
         group, work = self._group, self._work
         del self._group, self._work  # both keep sockets open
         with LosingStep(self._session, raises_outside=True) as waiting:
-            group.wait(work)
+            come_after(self._session, group, work)
         if waiting.failed:
             _clear(self._cleared)
         return not waiting.failed

@@ -42,9 +42,10 @@ from shoal_worker.engine.tentative_update import TentativeUpdate
 from shoal_worker.sharding.collectives import CompressedScatter, IssuedCollectives, ReplicatedCollectives, SessionCollectives
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.gradients import CutGradients
+from shoal_worker.sharding.homes import home_of
 from shoal_worker.sharding.layout import Division, among_all
 from shoal_worker.sharding.sharded_state import ShardedState
-from shoal_worker.sharding.unit import Stage, Unit, home_of
+from shoal_worker.sharding.unit import Stage, Unit
 from shoal_worker.state.fits import takes_whole_tensors
 from shoal_worker.state.tree import StatePart
 from shoal_worker.torch_internals import pytree
@@ -127,7 +128,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
 
     def _make_state(self) -> ShardedState:
         units = [(group.module, [self._unit(part) for part in alike(group)]) for group in self._groups(self.module, self.config)]
-        self._execution = ShardedExecution(units, self._collectives, self.stage, self._whereabouts)
+        self._execution = ShardedExecution(units, self._collectives, self.stage, self._whereabouts, prefetch=self.config.blocks_ahead)
         self._execution.before_backward = self._before_backward
         state = ShardedState(self.module, self._execution, self.stage, self._divide)
         if self._whole_tensors:

@@ -1,7 +1,7 @@
 """When units are gathered, freed and reduced: hooks on the user's modules, around forward and backward passes as they come.
 
-- Forward: before a unit's module runs its parameters are gathered, and the next unit's gathering is begun; afterwards they are freed. The
-  outermost unit stays, since its own layers stand at both ends (embedding and head).
+- Forward: before a unit's module runs its parameters are gathered, and the gathering of the next one, or of as many as is said, is begun;
+  afterwards they are freed. The outermost unit stays, since its own layers stand at both ends (embedding and head).
 - Backward: before the first gradient enters a unit it is gathered again. When the gradients leave its module its own are reduced and it is
   freed; where nothing is gathered, when all its parameters have theirs.
 - Reductions are begun in one fixed order, last unit first, whatever order the gradients came in, and each unit takes part in every backward
@@ -118,12 +118,15 @@ class ShardedExecution:
         collectives: Collectives,
         stage: Stage,
         whereabouts: Whereabouts | None = None,
+        *,
+        prefetch: int = 1,
     ) -> None:
         """`units`: the modules that are units, outermost first, with their parameters' units (one for each dtype; trained and frozen).
-        `whereabouts`: of the model's hidden parameters; None: they are of no model."""
+        `whereabouts`: of the model's hidden parameters; None: they are of no model. `prefetch`: how many blocks are gathered ahead."""
         self._collectives = collectives
         self._stage = stage
         self._whereabouts = whereabouts or Whereabouts()
+        self._prefetch = prefetch
         self.units = [unit for _, own in units for unit in own]
         self._reduced = [unit for unit in reversed(self.units) if unit.trained]
         """In the order of reduction."""
@@ -346,9 +349,10 @@ class ShardedExecution:
             del self._order[len(self._visited) :]
             self._order.append(block)
         self._visited.append(block)
-        following = self._order_at(len(self._visited))
-        if following is not None:
-            self._start(following.units)
+        for ahead in range(self._prefetch):
+            following = self._order_at(len(self._visited) + ahead)
+            if following is not None:
+                self._start(following.units)
 
     def after_forward(self, block: Block, output: Any) -> None:
         """It has computed."""
@@ -402,8 +406,9 @@ class ShardedExecution:
         self._enter_backward()
         self._gather(block.units)
         position = next((i for i, visited in enumerate(self._order) if visited is block), 0)
-        if position > 0 and self._order[position - 1] is not self._order[0]:
-            self._start(self._order[position - 1].units)
+        for ahead in range(1, self._prefetch + 1):
+            if ahead <= position and self._order[position - ahead] is not self._order[0]:
+                self._start(self._order[position - ahead].units)
 
     def _after_backward_of(self, block: Block) -> None:
         """The gradients have left a module: all of its own are there (autograd runs the nodes made last first, and accumulates at once)."""

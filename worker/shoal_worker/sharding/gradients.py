@@ -103,6 +103,8 @@ class CutGradients:
             here = [next(flags) for _ in unit.parameters]
             for holding in unit.holdings:
                 holding.hand_out(divisor, here)
+        for unit in self._trained:
+            unit.home.arrived()
 
     def scale(self, factor: float) -> None:
         """Multiplies the gradients that were handed out."""

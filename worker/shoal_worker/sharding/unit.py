@@ -22,114 +22,17 @@ It does not know when to gather or reduce (`execution.py`).
 from __future__ import annotations
 
 import enum
-import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Literal
 
 import torch
-from shoal_common.errors import ConfigurationError, LimitError
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shoal_worker.engine.hidden_parameters import HiddenParameter, Leaves, Whereabouts, drop_gradient, gradient_of, is_hidden
 from shoal_worker.sharding.collectives import Collectives, Pending
+from shoal_worker.sharding.homes import Home
 from shoal_worker.sharding.layout import Piece, UnitLayout, layout_of
-
-# ------------------------------------------------------------------------------------------------------------------ where shards are kept
-#
-# Where shards and the optimizer's state of them are kept: with the parameters, in the host's memory, or in files.
-#
-# Kept elsewhere they do not count against the device: whole parameters and gradients are on it while they are computed with, and an update
-# is made where the shards are. (Ren et al., "ZeRO-Offload", USENIX ATC 2021, section 3.)
-
-
-class Home:
-    """Beside the parameters."""
-
-    apart = False
-    """What is kept is never a part of the parameters' own memory."""
-    keeps_files = False
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor, with any values in it."""
-        return torch.empty(numel, dtype=dtype, device=self.device)
-
-    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a flat tensor."""
-        kept = self.empty(tensor.numel(), tensor.dtype)
-        return kept.copy_(tensor)
-
-
-class HostHome(Home):
-    """In the host's memory, pinned, so that it travels to a device at full speed."""
-
-    apart = True
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """See `Home`."""
-        return torch.empty(numel, dtype=dtype, pin_memory=torch.cuda.is_available())
-
-
-class FileHome(Home):
-    """In files, mapped into memory: the system writes out what it needs the room of. A file has no name, and goes with its last tensor."""
-
-    apart = True
-    keeps_files = True
-
-    def __init__(self, directory: Path) -> None:
-        """Raises ConfigurationError: the directory cannot be written."""
-        super().__init__(torch.device("cpu"))
-        self._directory = directory
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._mapped(1, torch.uint8)
-        except (OSError, RuntimeError) as error:
-            raise ConfigurationError(f"offload={str(directory)!r}: expected a directory that can be written; {error}") from error
-
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """See `Home`. Its elements are zero.
-
-        Raises:
-            LimitError (OFFLOAD_FULL): the disk is full or failing. This rank cannot go on, and another group would not help.
-        """
-        if numel == 0:
-            return torch.empty(0, dtype=dtype)
-        try:
-            return self._mapped(numel, dtype)
-        except (OSError, RuntimeError) as error:  # RuntimeError: torch could not map the file
-            raise LimitError(
-                f"offload={str(self._directory)!r}: a file of {numel * dtype.itemsize} bytes could not be made there: {error}; "
-                "make room on that disk or give another directory, and start again from the newest checkpoint",
-                reason="OFFLOAD_FULL",
-            ) from error
-
-    def _mapped(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        handle, name = tempfile.mkstemp(prefix="shoal-", dir=self._directory)
-        try:
-            os.posix_fallocate(handle, 0, numel * dtype.itemsize)  # else a full disk would be a bus error, later
-            return torch.from_file(name, shared=True, size=numel, dtype=dtype)
-        finally:
-            os.close(handle)
-            Path(name).unlink()
-
-
-def home_of(offload: Literal["cpu"] | Path | None, device: torch.device) -> Home:
-    """Where `offload` says, for parameters on `device`. On the CPU "cpu" changes nothing."""
-    if isinstance(offload, Path):
-        return FileHome(offload)
-    return HostHome() if offload == "cpu" and device.type != "cpu" else Home(device)
-
-
-# ------------------------------------------------------------------------------------------------------------------------------- the unit
 
 
 class Stage(enum.IntEnum):
@@ -146,6 +49,7 @@ class Holding:
     def __init__(self, unit: Unit) -> None:
         self.position: int | None = None
         """Whose it is; None: it is empty."""
+        self._home = unit.home
         self.shard = torch.empty(0, dtype=unit.dtype, device=unit.home.device)
         self.pieces = tuple(nn.Parameter(self.shard, requires_grad=unit.trained) for _ in unit.parameters)
         """Its part of each parameter, one-dimensional, or whole: what the optimizer updates. The same objects for ever, with other memory
@@ -166,14 +70,16 @@ class Holding:
 
     def hand_out(self, divisor: float, present: Sequence[bool]) -> None:
         """Gives the optimizer its gradients: the sum over `divisor`; None for parameters that no rank used (`present`), and for those of
-        other ranks where tensors are whole: an optimizer that looks at more than an element need not take an empty tensor."""
+        other ranks where tensors are whole: an optimizer that looks at more than an element need not take an empty tensor. They are there
+        when the home says that what was brought has arrived."""
         gradient, self.gradient = self.gradient, None
+        if gradient is not None:
+            gradient = self._home.bring(gradient.div_(divisor), self.shard.dtype)
         for piece, cut, here in zip(self.pieces, self.cuts, present, strict=True):
             if gradient is None or not here or (self._whole_tensors and not cut.length):
                 piece.grad = None
             else:
-                own = gradient[cut.offset : cut.offset + cut.length] / divisor
-                piece.grad = own.view(piece.shape).to(piece.device, piece.dtype)
+                piece.grad = gradient[cut.offset : cut.offset + cut.length].view(piece.shape)
 
     def forget_gradients(self) -> None:
         """Nothing is summed and nothing handed out."""

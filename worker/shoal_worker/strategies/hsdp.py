@@ -46,7 +46,7 @@ class HSDPModel(ShardedModel):
         meets_in_passes=True,
         several_models=True,
         options=OPTIONS | {"shard_size"},
-        settings=SETTINGS | {"shard_modules"},  # and no compression: most of what it sends stays within a host
+        settings=SETTINGS | {"shard_modules", "prefetch_blocks"},  # and no compression: most of what it sends stays within a host
     )
 
 

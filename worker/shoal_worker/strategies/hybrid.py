@@ -36,11 +36,13 @@ def _engine(setup: Setup) -> MeshEngine:
             "loss can go through one model into another; leave it out, and the models are cut by tensor_parallel_size alone, or put them "
             "into one nn.Module with one optimizer"
         )
-    if config.shard_modules is not None and (data_axis != "fsdp" or pipelined):
-        raise ConfigurationError(
-            f"shard_modules={config.shard_modules!r} with data_parallel_strategy={data_axis!r} and pipeline_parallel_size={pipeline}: "
-            'only "fsdp" without a pipeline gathers parameters by modules; leave it out'
-        )
+    for field in ("shard_modules", "prefetch_blocks"):
+        value = getattr(config, field)
+        if value is not None and (data_axis != "fsdp" or pipelined):
+            raise ConfigurationError(
+                f"{field}={value!r} with data_parallel_strategy={data_axis!r} and pipeline_parallel_size={pipeline}: "
+                'only "fsdp" without a pipeline gathers parameters by modules; leave it out'
+            )
     if pipelined and options.get("sequence_dimension") is not None:
         raise ConfigurationError(
             f"sequence_dimension={options['sequence_dimension']} with pipeline_parallel_size={pipeline}: what stages hand on is whole; "
@@ -69,7 +71,7 @@ def _sharding(setup: Setup, stage: Stage | None, *, pipelined: bool) -> Sharding
     config, blocks = setup.config, None
     if stage is Stage.PARAMETERS and not pipelined:
         blocks = functools.partial(by_modules, shard_modules=config.shard_modules, at_least=config.minimum_parameter_group_size)
-    return Sharding(stage=stage, bucket_bytes=config.bucket_cap_mb << 20, blocks=blocks)
+    return Sharding(stage=stage, bucket_bytes=config.bucket_cap_mb << 20, blocks=blocks, prefetch=config.blocks_ahead)
 
 
 class HybridShardedModel(ShardedModel):
@@ -87,7 +89,7 @@ class HybridShardedModel(ShardedModel):
         sent="the sum of tensor's, pipeline's and 2(P/(p t))(d-1)/d",
         a_death="as tensor",
         options=_SIZES | TENSOR_OPTIONS | PIPELINE_OPTIONS | {"data_parallel_strategy"},
-        settings=frozenset({"shard_modules"}),
+        settings=frozenset({"shard_modules", "prefetch_blocks"}),
         several_models=True,
     )
 

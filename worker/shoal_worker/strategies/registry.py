@@ -39,6 +39,7 @@ _INSTEAD: Final = {
     "reduce_dtype": 'use gradient_compression="bf16", or take {known}',
     "offload": "take {known}, whose optimizer state is in shards",
     "shard_modules": "take {known}, which gather parameters by modules, or leave it out",
+    "prefetch_blocks": "take {known}, which gather parameters block by block, or leave it out",
 }
 """Settings that not every strategy knows, and what to do instead."""
 

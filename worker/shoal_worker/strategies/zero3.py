@@ -26,7 +26,7 @@ class ZeRO3Model(ShardedModel):
         sent="3P(N-1)/N",
         a_death="loses nothing: its shard is mirrored",
         options=OPTIONS,
-        settings=SETTINGS | {"shard_modules"},
+        settings=SETTINGS | {"shard_modules", "prefetch_blocks"},
         compressor="topk",
         meets_in_passes=True,
         several_models=True,

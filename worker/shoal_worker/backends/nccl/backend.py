@@ -31,7 +31,7 @@ from shoal_worker.backends.base import CommunicationBackend, GroupEndedError, Tr
 from shoal_worker.backends.gloo.backend import GlooBackend
 from shoal_worker.backends.nccl.device import CudaDevice, Device
 from shoal_worker.backends.nccl.ending import Ending
-from shoal_worker.backends.nccl.group import DeviceGroup, is_refusal
+from shoal_worker.backends.nccl.group import DeviceGroup, DeviceWork, is_refusal
 from shoal_worker.backends.nccl.sharing import check_own_device
 
 CONNECT_LIMIT: Final = timedelta(seconds=60)
@@ -135,6 +135,28 @@ class NCCLBackend(CommunicationBackend):
     def traffic(self) -> dict[str, Traffic]:
         """See `CommunicationBackend`. Only the hosts' own group tells: NCCL does not."""
         return self._host.traffic()
+
+    def order(self, work: dist.Work) -> None:
+        """See `CommunicationBackend`."""
+        if isinstance(work, DeviceWork):
+            work.order()
+        else:
+            work.wait()
+
+    @property
+    def unsettled(self) -> bool:
+        """See `CommunicationBackend`."""
+        return self._group is not None and self._group.ordered.any_left
+
+    def settle(self) -> None:
+        """See `CommunicationBackend`."""
+        if self._group is not None:
+            self._group.settle()
+
+    def rest(self) -> None:
+        """See `CommunicationBackend`: an abort has returned, and the device has done all that was queued."""
+        if self._reason is not None:
+            self._ending.wait()
 
     def _break(self) -> None:
         group, reason = self._group, self._reason or "given up"

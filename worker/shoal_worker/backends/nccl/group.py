@@ -2,14 +2,18 @@
 
 NCCL's `wait` returns when the kernel is queued, not when it has run, and an abort ends kernels without an error: what they leave in their
 tensors looks like a result. A step must be applied only when all its collectives completed. So a wait here lasts until the device is done,
-and then asks whether the group was ended meanwhile. That costs the queueing ahead of one step; nothing else would be right. A wait that
-fails because the group has ended raises only when no kernel of it is left (ending.py), so that who catches it may use the memory again.
+and then asks whether the group was ended meanwhile. A wait that fails because the group has ended raises only when no kernel of it is left
+(ending.py), so that who catches it may use the memory again.
+
+Within a step that would have the host stand still at every block. So there is a second way: `order` has the device wait and not the host,
+and `settle`, before the step is sealed, has the host wait for all of them and asks once. What was computed meanwhile from the results of a
+collective that was lost goes with the step. ordered.py keeps the time of what was ordered, for a host that does not come to settle it.
 
 What an error means is told by its type and by where it is raised, not by its text. torch checks arguments before it asks NCCL, and raises
 ValueError, TypeError or RuntimeError: those are the caller's, and the group goes on. DistBackendError is NCCL's: the group is over. What
 CUDA raises again at every later call means that the device has failed: the process ends.
 
-Threads: one thread issues collectives and waits; `abort` is for any thread.
+Threads: one thread issues collectives and waits; `abort` and `overdue` are for any thread.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from shoal_common.errors import InvalidRequestError
 from shoal_worker.backends.base import GroupEndedError, cause_of
 from shoal_worker.backends.nccl.device import Device
 from shoal_worker.backends.nccl.ending import Ending
+from shoal_worker.backends.nccl.ordered import OrderedWorks
 from shoal_worker.backends.python_group import ForwardingGroup
 from shoal_worker.backends.waits import Waits
 from shoal_worker.torch_internals import AllgatherOptions, Work, native_collective
@@ -56,22 +61,51 @@ class DeviceWork(Work):
 
         Raises GroupEndedError when the group is over, which it also is when this takes too long; no kernel of the group runs then.
         """
+        if not self._has_ended():
+            self._await(timeout or self._group.timeout)
+        self._follow()
+        self._group.raise_if_ended()
+        return True
+
+    def order(self) -> None:
+        """Has the caller's stream wait, and returns at once. `DeviceGroup.settle` tells what became of the collective.
+
+        Raises GroupEndedError as `wait`, where the group is over already.
+        """
+        self._group.raise_if_ended()
+        self._group.ordered.add(self)
+        self._follow()
+
+    @property
+    def name(self) -> str:
+        """The collective's name, for errors."""
+        return self._name
+
+    @property
+    def ended(self) -> bool:
+        """The kernel has run, or has failed; for any thread, and whatever becomes of the group."""
+        try:
+            return bool(self._native.is_completed())
+        except RuntimeError:  # whoever waits for it is told
+            return True
+
+    def _await(self, allowed: timedelta) -> None:
         group = self._group
-        allowed = timeout or group.timeout
         deadline = time.monotonic() + allowed.total_seconds()
         with group.waits.of(self._name):
             while not self._has_ended():
                 group.raise_if_ended()
                 if time.monotonic() > deadline:
-                    group.abort(f"{self._name} on rank {group.rank()} of {group.size()} takes longer than {allowed}")
+                    group.overdue(self._name, allowed)
                 time.sleep(_PAUSE_S)
-        group.raise_if_ended()
+
+    def _follow(self) -> None:
+        """Orders the caller's stream behind it, and raises what is known to have gone wrong."""
+        self._group.raise_if_ended()
         try:
-            self._native.wait()  # orders the caller's stream behind it, and raises what went wrong
+            self._native.wait()
         except RuntimeError as error:
-            group.lost(self._name, error)
-        group.raise_if_ended()
-        return True
+            self._group.lost(self._name, error)
 
     def is_completed(self) -> bool:
         """Whether `wait` would return, or raise, soon."""
@@ -164,12 +198,25 @@ class DeviceGroup(ForwardingGroup):
         self._device = device
         self._ending = ending
         self._ended = ended
+        self.ordered: Final = OrderedWorks(timeout, self.overdue)
+        """What streams wait for, and the host has not waited for yet."""
 
     def abort(self, reason: str = "the process group was aborted") -> None:
         """Ends what is pending and refuses what comes, with GroupEndedError(reason). The first reason stays. Any thread."""
         if self.reason is None:
             self.reason = reason
             self._ended(reason)
+            self.ordered.close()
+
+    def overdue(self, name: str, allowed: timedelta) -> None:
+        """Ends the group for a collective that has taken longer than it may. Any thread."""
+        self.abort(f"{name} on rank {self.rank()} of {self.size()} takes longer than {allowed}")
+
+    def settle(self) -> None:
+        """Returns when all that was ordered has ended well. Raises GroupEndedError: not all has; no kernel of the group runs then."""
+        for work in self.ordered.take():
+            work.wait()
+        self.raise_if_ended()
 
     def shutdown(self) -> None:
         """Ends the group, waits until no kernel of it runs, and lets go of the native one. Idempotent."""

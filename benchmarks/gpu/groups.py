@@ -1,0 +1,125 @@
+"""Copies between a device and the host, and what a group of one rank over NCCL costs: connecting, leaving, and collectives that the host
+waits for one by one, or once for all.
+
+A world of one has no group in Shoal; here it is forced. Nothing travels, so that what is left is the host's and the library's part.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from shoal_worker.backends.nccl.backend import NCCLBackend
+from shoal_worker.backends.nccl.device import CudaDevice
+from shoal_worker.torch_internals import AllreduceOptions
+
+_PATIENCE: Final = timedelta(seconds=120)
+_SIZES_MIB: Final = (1, 16, 256)
+_REPEATED: Final = 10
+COLLECTIVES: Final = 24
+_BYTES: Final = 4 << 20
+GROUPS: Final = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copied:
+    """One way to bring memory to the host."""
+
+    mib: int
+    pinned: bool
+    bytes_per_s: tuple[float, ...]
+    """Of each copy, waited for."""
+
+
+def copies(device: torch.device) -> list[Copied]:
+    """Copies to the host, by size, into pinned memory and into pageable."""
+    found = []
+    for mib in _SIZES_MIB:
+        source = torch.ones(mib << 20, dtype=torch.uint8, device=device)
+        for pinned in (False, True):
+            target = torch.empty(mib << 20, dtype=torch.uint8, pin_memory=pinned)
+            seconds = [_timed(lambda: target.copy_(source, non_blocking=True), device) for _ in range(_REPEATED + 1)][1:]  # noqa: B023
+            found.append(Copied(mib=mib, pinned=pinned, bytes_per_s=tuple((mib << 20) / each for each in seconds)))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupsOfOne:
+    """Groups that came and went, one after the other."""
+
+    connect_s: tuple[float, ...]
+    leave_s: tuple[float, ...]
+    lost_bytes: int
+    """Of the device's free memory, over all of them but the first two."""
+
+
+def come_and_go(make: Callable[[], CudaDevice], *, groups: int = GROUPS) -> GroupsOfOne:
+    """Connects a group of one, has it sum something, and leaves it; so many times."""
+    connect_s, leave_s, free = [], [], []
+    for _ in range(groups + 2):
+        begun = time.perf_counter()
+        backend = alone(make())
+        connect_s.append(time.perf_counter() - begun)
+        begun = time.perf_counter()
+        backend.shutdown()
+        leave_s.append(time.perf_counter() - begun)
+        free.append(torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0)
+    return GroupsOfOne(connect_s=tuple(connect_s), leave_s=tuple(leave_s), lost_bytes=free[1] - free[-1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collectives:
+    """`COLLECTIVES` all-reduces."""
+
+    waited_for_s: float
+    """With the host waiting for each before it starts the next."""
+    ordered_s: float
+    """With the device waiting for each, and the host for all in the end."""
+    started_s: float
+    """How long of that the host was at it before it waited."""
+
+
+def collectives(make: Callable[[], CudaDevice]) -> Collectives:
+    """All-reduces of 4 MiB in a group of one, each on what the one before has left."""
+    backend = alone(make())
+    try:
+        tensor = torch.zeros(_BYTES // 4, device=make().device)
+        for _ in range(2):  # the first time nothing is warm
+            begun = time.perf_counter()
+            for _ in range(COLLECTIVES):
+                _start(backend, tensor).wait()
+            waited_for = time.perf_counter() - begun
+            begun = time.perf_counter()
+            for _ in range(COLLECTIVES):
+                backend.order(_start(backend, tensor))
+            started = time.perf_counter() - begun
+            backend.settle()
+            ordered = time.perf_counter() - begun
+    finally:
+        backend.shutdown()
+    return Collectives(waited_for_s=waited_for, ordered_s=ordered, started_s=started)
+
+
+def alone(device: CudaDevice) -> NCCLBackend:
+    """A group of one rank, with a communicator all the same, that has summed something."""
+    backend = NCCLBackend(device)
+    backend.initialize(rank=0, world_size=1, store=dist.HashStore(), connect_timeout=_PATIENCE)
+    backend.all_reduce(torch.ones(8, device=device.device))
+    return backend
+
+
+def _start(backend: NCCLBackend, tensor: torch.Tensor) -> dist.Work:
+    return backend.process_group.allreduce([tensor], AllreduceOptions())
+
+
+def _timed(call: Callable[[], object], device: torch.device) -> float:
+    torch.cuda.synchronize(device)
+    begun = time.perf_counter()
+    call()
+    torch.cuda.synchronize(device)
+    return time.perf_counter() - begun

@@ -1,0 +1,87 @@
+"""What the host told a device in a few steps, counted from a trace of torch's profiler: launches, copies, and where the host stood still.
+
+The names are CUDA's own, as the profiler writes them into a Chrome trace (categories cuda_runtime, cuda_driver and gpu_memcpy).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+_LAUNCH: Final = re.compile(r"(cuda|cu)(Launch\w*Kernel\w*|GraphLaunch)")
+_WAIT: Final = re.compile(r"(cuda|cu)\w*Synchronize\w*")
+_TO_HOST: Final = re.compile(r"Memcpy DtoH.*-> (?P<memory>\w+)")
+_TO_DEVICE: Final = re.compile(r"Memcpy HtoD \((?P<memory>\w+)")
+_STEPS: Final = "shoal-steps"
+_CALLS: Final = ("cuda_runtime", "cuda_driver")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """In one step, on average."""
+
+    operators: float
+    """torch's own, on the host."""
+    launches: float
+    waits: float
+    """Calls in which the host stands still until the device, a stream or an event has come to its end."""
+    to_host: Mapping[str, float]
+    """Copies by the kind of the host's memory: "Pinned", "Pageable"."""
+    to_device: Mapping[str, float]
+
+
+def count(events: Sequence[Mapping[str, Any]], *, steps: int) -> Counts:
+    """Counts the events of a Chrome trace of so many steps; of what the host did, until it had taken them."""
+    end = _end_of_steps(events)
+    operators = launches = waits = 0
+    to_host: Counter[str] = Counter()
+    to_device: Counter[str] = Counter()
+    for event in events:
+        category, name = event.get("cat", ""), str(event.get("name", ""))
+        if event.get("ph") != "X" or (category != "gpu_memcpy" and event.get("ts", 0.0) > end):
+            continue
+        if category == "cpu_op":
+            operators += 1
+        elif category in _CALLS:
+            launches += _LAUNCH.fullmatch(name) is not None
+            waits += _WAIT.fullmatch(name) is not None
+        elif category == "gpu_memcpy":
+            if (found := _TO_HOST.match(name)) is not None:
+                to_host[found["memory"]] += 1
+            elif (found := _TO_DEVICE.match(name)) is not None:
+                to_device[found["memory"]] += 1
+    return Counts(
+        operators=operators / steps,
+        launches=launches / steps,
+        waits=waits / steps,
+        to_host={memory: number / steps for memory, number in to_host.items()},
+        to_device={memory: number / steps for memory, number in to_device.items()},
+    )
+
+
+def counted(step: Callable[[], object], *, steps: int) -> Counts:
+    """Takes so many steps under the profiler, on the calling thread. That the profiler waits for the device in the end is not counted."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    with tempfile.TemporaryDirectory(prefix="shoal-trace-") as directory:
+        file = Path(directory) / "trace.json"
+        with profile(activities=activities) as profiler, record_function(_STEPS):
+            for _ in range(steps):
+                step()
+        profiler.export_chrome_trace(str(file))
+        return count(json.loads(file.read_text())["traceEvents"], steps=steps)
+
+
+def _end_of_steps(events: Sequence[Mapping[str, Any]]) -> float:
+    """When the host had taken the steps, in the trace's time; infinity: the trace does not say."""
+    ends = [event["ts"] + event["dur"] for event in events if event.get("name") == _STEPS and event.get("cat") == "user_annotation"]
+    return max(ends, default=math.inf)

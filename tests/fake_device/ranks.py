@@ -1,0 +1,72 @@
+"""Ranks as threads with NCCL backends, each on a device of its own; and what a test does with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Final, NoReturn
+
+import torch
+import torch.distributed as dist
+from shoal_worker.backends.nccl.backend import NCCLBackend
+from shoal_worker.backends.nccl.ending import Ending
+from shoal_worker.torch_internals import AllreduceOptions
+
+from tests.fake_device.library import FakeCuda, in_threads
+from tests.fake_device.machine import Machine
+
+PATIENCE: Final = timedelta(seconds=60)
+SEEDS: Final = range(12)
+
+
+class ProcessEnded(BaseException):
+    """The process would have ended."""
+
+
+def end_process(status: int, why: str) -> NoReturn:
+    raise ProcessEnded(status, why)
+
+
+class Ranks:
+    """Ranks as threads, each on a device of its own."""
+
+    def __init__(self, size: int, seed: int = 0, *, devices: list[int] | None = None) -> None:
+        self.size, self.machine = size, Machine(seed)
+        self.devices = [FakeCuda(self.machine, number) for number in (devices or range(size))]
+
+    def form(self, ranks: list[int] | None = None, **options: Any) -> list[Any]:
+        """Connects these of them: their backends, or what was raised."""
+        ranks = list(range(self.size)) if ranks is None else ranks
+        store = dist.HashStore()
+
+        def connect(rank: int) -> NCCLBackend:
+            backend = self.backend(ranks[rank], limit=options.pop("limit", PATIENCE))
+            backend.initialize(
+                rank=rank, world_size=len(ranks), store=store, **{"timeout": PATIENCE, "connect_timeout": PATIENCE, **options}
+            )
+            return backend
+
+        return in_threads([lambda rank=rank: connect(rank) for rank in range(len(ranks))])
+
+    def backend(self, rank: int, *, limit: timedelta = PATIENCE, connect_limit: timedelta = PATIENCE) -> NCCLBackend:
+        backend = NCCLBackend(self.devices[rank], connect_limit=connect_limit)
+        backend._ending = Ending(self.devices[rank], limit=limit, end_process=end_process)
+        return backend
+
+    def run_on(self, looks: int = 400) -> None:
+        """Everything happens that can."""
+        for _ in range(looks):
+            self.machine.look()
+
+
+def started(backend: NCCLBackend, tensor: torch.Tensor) -> dist.Work:
+    return backend.process_group.allreduce([tensor], AllreduceOptions())
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    (answer,) = in_threads([call])
+    return answer
+
+
+def close(backends: list[Any]) -> None:
+    in_threads([backend.shutdown for backend in backends if isinstance(backend, NCCLBackend)])

@@ -1,0 +1,201 @@
+"""Collectives that the device waits for and the host does not, until it asks once for all of them; on a device without a GPU."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from shoal_common.errors import MembershipChanged
+from shoal_worker.backends.nccl.backend import NCCLBackend
+from shoal_worker.backends.waits import Waits
+from shoal_worker.elastic.generation import Generation, Peer
+from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.opening import Opening
+
+from tests.fake_device.library import in_threads
+from tests.fake_device.ranks import PATIENCE, SEEDS, ProcessEnded, Ranks, close, outcome, started
+from tests.zygote.children import eventually
+
+_SHORT = timedelta(seconds=0.2)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_is_computed_next_finds_the_result_and_the_host_has_waited_for_nothing(seed: int) -> None:
+    ranks = Ranks(3, seed)
+    backends = ranks.form()
+
+    def use(rank: int) -> Any:
+        tensor, waited = torch.full((3,), rank + 1.0), []
+        with mock.patch.object(backends[rank]._group.waits, "begin", waited.append):
+            for _ in range(4):
+                backends[rank].order(started(backends[rank], tensor))
+                tensor.div_(3)
+            assert backends[rank].unsettled
+            backends[rank].settle()
+        assert not backends[rank].unsettled
+        return tensor.tolist(), waited
+
+    assert in_threads([lambda rank=rank: use(rank) for rank in range(3)]) == [([2.0] * 3, [])] * 3
+    close(backends)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_collective_that_is_lost_raises_where_the_host_asks_and_memory_is_quiet_then(seed: int) -> None:
+    ranks = Ranks(2, seed)
+    backends = ranks.form()
+    tensor = torch.ones(3)
+    work = started(backends[0], tensor)
+    threading.Thread(target=backends[1].abort, args=["a fault"]).start()
+    assert outcome(lambda: backends[0].order(work)) is None or not backends[0].is_initialized  # by chance the end was noticed before
+    with pytest.raises(MembershipChanged):
+        backends[0].settle()
+    tensor.fill_(5)
+    ranks.run_on()
+    assert tensor.tolist() == [5.0] * 3
+    close(backends)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_an_error_that_nccl_notices_behind_the_order_is_told_where_the_host_asks(seed: int) -> None:
+    ranks = Ranks(2, seed)
+    backends = ranks.form()
+    tensors = [torch.ones(3), torch.ones(3)]
+    works = [started(backend, tensor) for backend, tensor in zip(backends, tensors, strict=True)]
+    backends[0].order(works[0])
+    ranks.devices[0].natives[0]._stream.error = "unhandled system error, remote process exited"
+    with pytest.raises(MembershipChanged, match=r"allreduce on rank 0 of 2 failed: NCCL error: unhandled system error"):
+        backends[0].settle()
+    assert not backends[0].is_initialized
+    close(backends)
+
+
+def test_works_that_have_run_are_let_go_of_when_the_next_is_ordered() -> None:
+    ranks = Ranks(1)
+    (backend,) = ranks.form()
+    for _ in range(50):
+        backend.order(started(backend, torch.ones(3)))
+    assert len(backend._group.ordered.take()) == 1
+    close([backend])
+
+
+def test_a_host_that_is_held_up_behind_a_collective_is_freed_when_that_takes_too_long() -> None:
+    """As who reads a loss: the device's stream waits for a peer that stands still, and the host for the stream."""
+    ranks = Ranks(2)
+    backends = ranks.form(timeout=_SHORT)
+    assert outcome(lambda: backends[0].order(started(backends[0], torch.ones(3)))) is None
+    eventually(lambda: not backends[0].is_initialized, "the group to end")
+    with pytest.raises(MembershipChanged, match=r"allreduce on rank 0 of 2 takes longer than 0:00:00\.2"):
+        backends[0].settle()
+    close(backends)
+
+
+def test_time_is_counted_from_when_a_collective_is_the_next_to_run() -> None:
+    """One that waits its turn behind others does not take long itself."""
+    ranks = Ranks(1)
+    (backend,) = ranks.form(timeout=_SHORT)
+    for _ in range(2):
+        backend.order(started(backend, torch.ones(3)))
+    assert not threading.Event().wait(2 * _SHORT.total_seconds())  # they have run, and the host has not asked
+    backend.settle()
+    close([backend])
+    eventually(lambda: not [t for t in threading.enumerate() if t.name == "shoal-nccl-time"], "the looking thread to end")
+
+
+def test_a_device_that_fails_behind_the_order_ends_the_process_of_its_rank() -> None:
+    ranks = Ranks(2)
+    backends = ranks.form()
+    works = [started(backend, torch.ones(3)) for backend in backends]
+    backends[0].order(works[0])
+    ranks.machine.failed[0] = "an illegal memory access was encountered"
+    ended = outcome(backends[0].settle)
+    assert isinstance(ended, ProcessEnded)
+    assert "cuda:0 has failed (CUDA error: an illegal memory access was encountered)" in ended.args[1]
+
+
+# --- a group, and its parts
+
+
+def _generation(rank: int, size: int) -> Generation:
+    peers = tuple(Peer(rank=each, member_id=str(each), host="", donor_address="", joining=False) for each in range(size))
+    return Generation(number=1, nonce="", peers=peers, rank=rank, interrupts_below=0)
+
+
+class Groups:
+    """Groups of a few ranks, that can be divided."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        self.ranks = Ranks(size, seed)
+        self.size = size
+        self._store = dist.HashStore()
+        self._answers = in_threads([lambda rank=rank: self._connect(rank) for rank in range(size)])
+        self.groups: list[Group] = self._answers
+
+    def _connect(self, rank: int) -> Group:
+        opening = Opening(
+            make_backend=lambda: self.ranks.backend(rank),
+            store=lambda name: dist.PrefixStore(name, self._store),
+            hostname=None,
+            connect_timeout=PATIENCE,
+            collective_timeout=PATIENCE,
+        )
+        backend, generation = self.ranks.backend(rank), _generation(rank, self.size)
+        opening.initialize(backend, generation, dist.PrefixStore("all", self._store))
+        return Group(generation, backend, None, opening)
+
+    def close(self) -> None:
+        in_threads([group.close for group in self.groups])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_rank_closes_a_step_whose_collective_in_a_part_of_the_group_was_lost(seed: int) -> None:
+    """The hosts' sum stands in for a closing; hosts reach it while the device still spins."""
+    made = Groups(3, seed)
+
+    def step(rank: int) -> Any:
+        group = made.groups[rank]
+        part = group.subgroup([0, 1], "pair")
+        if part is not None:
+            tensor = torch.ones(3)
+            work = part.all_reduce_async(tensor) if rank == 0 else None  # rank 1 never comes to it
+            if work is not None:
+                threading.Timer(0.1, part.abort, ["a fault"]).start()
+                part.order(work)
+        return group.sum_numbers([1.0])
+
+    outcomes = in_threads([lambda rank=rank: step(rank) for rank in range(3)])
+    assert all(isinstance(each, MembershipChanged) for each in outcomes)
+    made.close()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_who_is_told_that_a_group_is_over_has_the_memory_for_itself(seed: int) -> None:
+    """Also where the group was ended by another thread, and the collective is not waited for."""
+    made = Groups(2, seed)
+    tensor = torch.ones(3)
+    work = made.groups[0].all_reduce_async(tensor)
+    assert work is not None
+    made.groups[0].abort("superseded")
+    for call in (made.groups[0].wait, made.groups[0].order):
+        with pytest.raises(MembershipChanged, match="superseded"):
+            call(work)
+        tensor.fill_(5)
+        made.ranks.run_on()
+        assert tensor.tolist() == [5.0] * 3
+    made.close()
+
+
+def test_waits_of_the_host_are_noted() -> None:
+    """What the tests above count is what heartbeats tell."""
+    ranks = Ranks(2)
+    backends = ranks.form()
+    begun: list[str] = []
+    with mock.patch.object(Waits, "begin", lambda _, what: begun.append(what)):
+        in_threads([lambda backend=backend: started(backend, torch.ones(3)).wait() for backend in backends])
+    assert "allreduce" in begun
+    assert isinstance(backends[0], NCCLBackend)
+    close(backends)

@@ -1,0 +1,121 @@
+"""Where shards and the optimizer's state of them are kept: with the parameters, in the host's memory, or in files.
+
+Kept elsewhere they do not count against the device: whole parameters and gradients are on it while they are computed with, and an update
+is made where the shards are. (Ren et al., "ZeRO-Offload", USENIX ATC 2021, section 3.)
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+import torch
+from shoal_common.errors import ConfigurationError, LimitError
+
+
+class Home:
+    """Beside the parameters."""
+
+    apart = False
+    """What is kept is never a part of the parameters' own memory."""
+    keeps_files = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor, with any values in it."""
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a flat tensor."""
+        kept = self.empty(tensor.numel(), tensor.dtype)
+        return kept.copy_(tensor)
+
+    def bring(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The values of a flat tensor of the device, to update what is kept with: itself if it is here in that dtype. They are there once
+        `arrived` has returned, so that one wait is enough for many."""
+        return tensor.to(self.device, dtype)
+
+    def arrived(self) -> None:
+        """Waits for all that was brought."""
+
+
+class HostHome(Home):
+    """In the host's memory, pinned, so that it travels to a device at full speed."""
+
+    apart = True
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self._comes_from: torch.device | None = None
+        """A device that has been told to copy something, and was not waited for."""
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `Home`."""
+        return torch.empty(numel, dtype=dtype, pin_memory=torch.cuda.is_available())
+
+    def bring(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See `Home`."""
+        if tensor.device == self.device:
+            return super().bring(tensor, dtype)
+        self._comes_from = tensor.device
+        return self.empty(tensor.numel(), dtype).copy_(tensor, non_blocking=True)
+
+    def arrived(self) -> None:
+        """See `Home`."""
+        device, self._comes_from = self._comes_from, None
+        if device is not None:
+            torch.accelerator.current_stream(device).synchronize()
+
+
+class FileHome(Home):
+    """In files, mapped into memory: the system writes out what it needs the room of. A file has no name, and goes with its last tensor."""
+
+    apart = True
+    keeps_files = True
+
+    def __init__(self, directory: Path) -> None:
+        """Raises ConfigurationError: the directory cannot be written."""
+        super().__init__(torch.device("cpu"))
+        self._directory = directory
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._mapped(1, torch.uint8)
+        except (OSError, RuntimeError) as error:
+            raise ConfigurationError(f"offload={str(directory)!r}: expected a directory that can be written; {error}") from error
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `Home`. Its elements are zero.
+
+        Raises:
+            LimitError (OFFLOAD_FULL): the disk is full or failing. This rank cannot go on, and another group would not help.
+        """
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        try:
+            return self._mapped(numel, dtype)
+        except (OSError, RuntimeError) as error:  # RuntimeError: torch could not map the file
+            raise LimitError(
+                f"offload={str(self._directory)!r}: a file of {numel * dtype.itemsize} bytes could not be made there: {error}; "
+                "make room on that disk or give another directory, and start again from the newest checkpoint",
+                reason="OFFLOAD_FULL",
+            ) from error
+
+    def _mapped(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        handle, name = tempfile.mkstemp(prefix="shoal-", dir=self._directory)
+        try:
+            os.posix_fallocate(handle, 0, numel * dtype.itemsize)  # else a full disk would be a bus error, later
+            return torch.from_file(name, shared=True, size=numel, dtype=dtype)
+        finally:
+            os.close(handle)
+            Path(name).unlink()
+
+
+def home_of(offload: Literal["cpu"] | Path | None, device: torch.device) -> Home:
+    """Where `offload` says, for parameters on `device`. On the CPU "cpu" changes nothing."""
+    if isinstance(offload, Path):
+        return FileHome(offload)
+    return HostHome() if offload == "cpu" and device.type != "cpu" else Home(device)

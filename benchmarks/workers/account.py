@@ -111,7 +111,7 @@ def _train(options: Namespace, workload: Workload, mirrored: Wired) -> dict[str,
     names = {id(p) for p in net.parameters()}
     account: dict[str, Any] = {"model": sum(p.numel() * p.element_size() for p in net.parameters()), "tensors": len(names)}
     model, optimizer = shoal.as_distributed(net, inner, strategy=options.strategy, **options.options)
-    inner.register_step_pre_hook(lambda *_: _note_gradients(account, model, inner))
+    before_update(inner, lambda: _note_gradients(account, model, inner))
     sizes = {"batch_size": workload.batch} if options.strategy == "async_sgd" else {"global_batch_size": workload.batch * options.replicas}
     loader = shoal.ElasticDataLoader(blocks.dataset(workload), **sizes)
     done, before, before_mirrored = 0, traffic(), 0
@@ -133,6 +133,18 @@ def _train(options: Namespace, workload: Workload, mirrored: Wired) -> dict[str,
                 account["sent_to_mirrors"] = (mirrored.sent - before_mirrored) / options.steps
                 return account | _at_rest(model, inner)
     raise AssertionError("the loader has more epochs than that")
+
+
+def before_update(inner: Any, call: Callable[[], object]) -> None:
+    """`call()` whenever the user's optimizer is about to update what this rank has. (Step hooks are refused where that is pieces.)"""
+    step = inner.step
+
+    @functools.wraps(step)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        call()
+        return step(*args, **kwargs)
+
+    inner.step = noted
 
 
 def _at_rest(model: Any, inner: torch.optim.Optimizer) -> dict[str, int]:

@@ -265,7 +265,7 @@ _CUT = ("zero1", "zero2", "zero3", "fsdp")
 )
 def test_roles_of_a_plan_are_what_ranks_hold(make: Any, labels: tuple[str, ...]) -> None:
     """In this process, over `shoal.launch`; with real processes and sockets in tests/integration/worker_planning."""
-    from benchmarks.workers.account import _at_rest, _note_gradients
+    from benchmarks.workers.account import _at_rest, _note_gradients, before_update
 
     words = torch.zeros(2, blocks.TOKENS, dtype=torch.long)
 
@@ -274,7 +274,7 @@ def test_roles_of_a_plan_are_what_ranks_hold(make: Any, labels: tuple[str, ...])
         inner = make(net.parameters())
         account: dict[str, Any] = {}
         model, optimizer = shoal.as_distributed(net, inner, strategy=strategy, **options)
-        inner.register_step_pre_hook(lambda *_: _note_gradients(account, model, inner))
+        before_update(inner, functools.partial(_note_gradients, account, model, inner))
         data = torch.utils.data.TensorDataset(torch.zeros(8, blocks.TOKENS, dtype=torch.long))
         for (x,) in shoal.ElasticDataLoader(data, global_batch_size=4):
             model.train_step(x, x, blocks.loss_fn)

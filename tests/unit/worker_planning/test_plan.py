@@ -280,6 +280,7 @@ def test_roles_of_a_plan_are_what_ranks_hold(make: Any, labels: tuple[str, ...])
             model.train_step(x, x, blocks.loss_fn)
             _note_gradients(account, model, inner)
             optimizer.step()
+            optimizer.zero_grad()
         return account | _at_rest(model, inner)
 
     net = blocks.Decoder(64)

@@ -289,6 +289,7 @@ def test_a_save_at_the_end_of_a_launch_is_complete_when_that_returns(tmp_path: P
         for x, y in loader:
             model.train_step(x, y, nn.functional.cross_entropy)
             optimizer.step()
+            optimizer.zero_grad()
         shoal.save_checkpoint(tmp_path)
 
     shoal.launch(only_save, world_size=3)

@@ -209,8 +209,9 @@ def kept_buffers(module: nn.Module) -> Callable[[], None]:
 
 
 def _moved(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """The difference. Where equal, zero: the difference of two infinities is not."""
-    return torch.where(now == before, 0.0, now - before)
+    """The difference. Where equal, zero: the difference of two infinities is not, nor that of two values that are no numbers."""
+    alike = (now == before) | (now.isnan() & before.isnan())
+    return torch.where(alike, 0.0, now - before)
 
 
 def _kind(buffer: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:

@@ -26,7 +26,7 @@ class ShardedPasses(PartitionedEngine[ShardedState, CutClosing]):
     """The passes of a model whose parameters, gradients or optimizer state are cut."""
 
     _execution: ShardedExecution
-    """Of the module, once that has values."""
+    """Runs the units of the module, once that has values."""
 
     def __init__(self, setup: Setup, stage: Stage) -> None:
         """`stage`: what is cut."""

@@ -6,6 +6,7 @@ A world of one has no group in Shoal; here it is forced. Nothing travels, so tha
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ class Copied:
     mib: int
     pinned: bool
     bytes_per_s: tuple[float, ...]
-    """Of each copy, waited for."""
+    """The rate of each copy, from its start until the device has done it."""
 
 
 def copies(device: torch.device) -> list[Copied]:
@@ -43,7 +44,7 @@ def copies(device: torch.device) -> list[Copied]:
         source = torch.ones(mib << 20, dtype=torch.uint8, device=device)
         for pinned in (False, True):
             target = torch.empty(mib << 20, dtype=torch.uint8, pin_memory=pinned)
-            seconds = [_timed(lambda: target.copy_(source, non_blocking=True), device) for _ in range(_REPEATED + 1)][1:]  # noqa: B023
+            seconds = [_timed(functools.partial(target.copy_, source, non_blocking=True), device) for _ in range(_REPEATED + 1)][1:]
             found.append(Copied(mib=mib, pinned=pinned, bytes_per_s=tuple((mib << 20) / each for each in seconds)))
     return found
 
@@ -55,7 +56,7 @@ class GroupsOfOne:
     connect_s: tuple[float, ...]
     leave_s: tuple[float, ...]
     lost_bytes: int
-    """Of the device's free memory, over all of them but the first two."""
+    """By how much the device's free memory has shrunk from the second group to the last."""
 
 
 def come_and_go(make: Callable[[], CudaDevice], *, groups: int = GROUPS) -> GroupsOfOne:
@@ -77,9 +78,9 @@ class Collectives:
     """`COLLECTIVES` all-reduces."""
 
     waited_for_s: float
-    """With the host waiting for each before it starts the next."""
+    """Seconds for all of them, where the host waits for each before it starts the next."""
     ordered_s: float
-    """With the device waiting for each, and the host for all in the end."""
+    """Seconds for all of them, where the device waits for each, and the host once in the end."""
     started_s: float
     """How long of that the host was at it before it waited."""
 

@@ -32,7 +32,7 @@ class Way:
     """None: plain torch."""
     autocast: torch.dtype | None = None
     scaled: bool = False
-    """By a GradScaler."""
+    """Losses are scaled by a GradScaler."""
     compiled: bool = False
     workers: int = 0
     """Data workers, whose batches come through pinned memory."""
@@ -44,14 +44,14 @@ class Taken:
 
     way: Way
     seconds: tuple[float, ...]
-    """Of each step. The device is waited for in the end of each."""
+    """How long each step took, until the device had done all of it."""
     counts: Counts
     peak_bytes: int
-    """Of the device's memory; 0 without one."""
+    """The most of the device's memory that was allocated at once; 0 without a device."""
 
 
 def ways(*, compiled: bool = True) -> list[Way]:
-    """All of them; without those that compile where there is no compiler."""
+    """The ways that are measured. `compiled`: with torch.compile among them, which needs a compiler."""
     variants: list[dict[str, Any]] = [
         {"name": "fp32"},
         {"name": "bf16 autocast", "autocast": torch.bfloat16},

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 _NOTICED_LATE_S = 0.05
-"""As many messages later as a step has, and more."""
+"""Virtual time until a rank notices a fault of its device: longer than the messages of a step take."""
 
 
 class Faults:

@@ -211,7 +211,7 @@ class CollectiveWork(Work):
         return self.done
 
     def leave_garbage(self) -> None:
-        """It has failed on a device, where nothing was in its outputs before but what this rank gave."""
+        """What a collective that failed on a device leaves: NaN in its outputs, but for what this rank gave."""
         own = {one.untyped_storage().data_ptr() for one in self.call.inputs}
         for output in self.call.outputs:
             if output.is_floating_point() and _is_there(output) and output.untyped_storage().data_ptr() not in own:

@@ -45,7 +45,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     "strategy", ["ddp", "zero2", "fsdp", pytest.param("zero1", marks=pytest.mark.matrix), pytest.param("zero3", marks=pytest.mark.matrix)]
 )
 def test_a_boring_model_is_fitted_validated_tested_and_predicted_with(shell: Shell, alone: Alone, strategy: str) -> None:
-    """Its data are drawn anew for each of these, so that weights alone can be compared with another process's; the ranks agree on all."""
+    """A BoringModel draws its data anew for each of these, so only weights are compared with another process's; the ranks agree on all."""
     expected, model = alone("boring")
     results = finish(shell.start(*IN_TWO, PROGRAM, shell.directory / "run", "boring", strategy))
     assert results[0] == results[1]
@@ -56,8 +56,8 @@ def test_a_boring_model_is_fitted_validated_tested_and_predicted_with(shell: She
 
 @pytest.mark.parametrize("strategy", ["zero3", pytest.param("ddp", marks=pytest.mark.matrix)])
 def test_the_language_model_of_torchs_examples_survives_a_kill(shell: Shell, words: Path, strategy: str) -> None:
-    """It ends as one process alone does, bit by bit, with dropout. One worker of the machine has prepared its data, and its replacement
-    does not do so again."""
+    """The run ends as one process alone does, bit by bit, with dropout. One worker of the machine prepares the data, and the replacement of
+    a killed one does not do so again."""
     expected = run_alone(PROGRAM, shell.directory / "alone", "language", {}, strategy, cwd=words)
     (shell.directory / "data").symlink_to(words / "data")
     command = shell.start(*IN_TWO, PROGRAM, shell.directory / "run", "language", strategy, "kill")

@@ -167,7 +167,7 @@ def test_no_more_blocks_are_gathered_ahead_than_is_said(ahead: int) -> None:
                 return  # all at once, for the state in the end
             most.append(sum(any(unit._gathered or unit._gathering is not None for unit in block.units) for block in blocks))
 
-        execution._start = started  # type: ignore[method-assign]
+        execution._start = started  # type: ignore[method-assign]  # to see what is gathered at each moment
 
     run_ranks(2, lambda ranks: train(ranks, Stage.PARAMETERS, torch.optim.AdamW, prefetch=ahead, watch=watch if ranks.rank == 0 else id))
     assert max(most) == min(3, 2 + ahead)  # between two blocks of a backward pass one is about to be freed

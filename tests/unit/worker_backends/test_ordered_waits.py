@@ -84,7 +84,7 @@ def test_works_that_have_run_are_let_go_of_when_the_next_is_ordered() -> None:
 
 
 def test_a_host_that_is_held_up_behind_a_collective_is_freed_when_that_takes_too_long() -> None:
-    """As who reads a loss: the device's stream waits for a peer that stands still, and the host for the stream."""
+    """A host that reads a loss waits for its device's stream, and the stream for a peer that stands still."""
     ranks = Ranks(2)
     backends = ranks.form(timeout=_SHORT)
     assert outcome(lambda: backends[0].order(started(backends[0], torch.ones(3)))) is None

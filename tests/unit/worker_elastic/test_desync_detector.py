@@ -99,7 +99,7 @@ def test_a_rank_in_an_operation_and_one_in_a_step_are_told_who_is_in_what(ranks:
 
 
 def test_ranks_that_have_issued_different_collectives_in_one_step_are_told(ranks: list[Rank]) -> None:
-    """They would wait for each other until the collectives' deadline: one has caught an error in a forward pass, and begun it again."""
+    """One rank has caught an error in a forward pass and begun it again: else both would wait until the collectives' deadline."""
     one, other = ranks
     for rank in ranks:
         rank.steps_of("train")

@@ -279,8 +279,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             )
 
     def _refuse_carried(self) -> None:
-        """Raises PreconditionError: torch would have added this step's gradients to those of the last, which are cut, and were updated
-        with."""
+        """Raises PreconditionError: torch would have added this step's gradients to the last one's, which are gone with their update."""
         if self._carried:
             raise PreconditionError(
                 "the gradients of the last step were not cleared before this step's backward pass, which would add to them: with "

@@ -147,7 +147,7 @@ def buffers_that_are_assigned_anew(place: Place) -> State:
 
 @case
 def buffers_that_are_changed_behind_the_backward_pass(place: Place) -> State:
-    """As codebooks often are, by each rank's samples, and a counter by one rank alone."""
+    """Each rank changes buffers by its own samples, as codebooks are updated, and one rank alone changes a counter."""
     net = Averages()
     net.register_buffer("counter", torch.zeros((), dtype=torch.int64))
     model, optimizer = place.distribute(net, sgd(net))

@@ -133,13 +133,16 @@ def test_training_on_devices_comes_to_what_one_process_does(strategy: str, optio
         ("hsdp", {"shard_size": 2, "shard_modules": [Block]}, 0),
         # Whether the ranks were given one batch, in each step; and in the first the forms of what goes between stages.
         ("pipeline", {"schedule": "1f1b", "micro_batches": 4}, _WORLD * _STEPS + _WORLD),
+        ("local_sgd", {"sync_every": 3}, 0),
+        ("local_sgd", {"sync_every": 3, "average_optimizer_state": True, "outer_momentum": 0.5}, 0),
     ],
 )
 def test_the_host_waits_for_no_block_in_a_step(strategy: str, options: dict[str, Any], most: int) -> None:
     """Between steps it does: for parameters that are fetched after an update, and for the state in the end."""
     torch.manual_seed(0)
     prototype = model_with_blocks()
-    (expected,) = shoal.launch(train, prototype, "ddp", {}, world_size=1)
+    local = strategy == "local_sgd"
+    expected, *_ = shoal.launch(train, prototype, strategy if local else "ddp", options if local else {}, world_size=_WORLD if local else 1)
     in_steps: list[str] = []
     begin = Waits.begin
 

@@ -32,7 +32,8 @@ from shoal_common.errors import UnavailableError
 from shoal_common.failpoints import failpoint
 
 from shoal_worker.checkpoint.manifest import STORED_DTYPES, SUFFIX, damaged, file_of, read_tensors, stored, write_tensors
-from shoal_worker.state.tree import Json, Run, StatePart, copied, flatten
+from shoal_worker.state.device_reader import HostCopies
+from shoal_worker.state.tree import Json, Run, StatePart, flatten
 
 _log = logging.getLogger(__name__)
 
@@ -58,21 +59,24 @@ class Shards:
     """All tensors of the whole, on the meta device."""
     count: int
     mine: Mapping[int, Mapping[str, tuple[int, torch.Tensor]]]
-    """By shard and tensor: the first element, and a flat copy of the run."""
+    """By shard and tensor: the first element, and a flat copy of the run, which is there once `copies` have arrived."""
+    copies: HostCopies
 
     @classmethod
     def take(cls, part: StatePart) -> Shards:
-        """Copies what this rank is to write; blocks until the copy is complete.
+        """Copies what this rank is to write, and which may change once this has returned. What lies on a device may still be on its way.
 
         Raises:
             ConfigurationError (STATE_UNSUPPORTED): the state holds something that cannot be carried.
         """
         structure, tensors = flatten(part.state, outlines=True)
-        mine = {number: _cut_out(tensors, runs) for number, runs in part.shards.items()}
+        copies = HostCopies()
+        mine = {number: _cut_out(tensors, runs, copies) for number, runs in part.shards.items()}
         if 0 in mine:
-            mine[0] |= {name: (0, copied(tensor).reshape(-1)) for name, tensor in tensors.items() if not tensor.is_meta}
+            mine[0] |= {name: (0, copies.of(tensor).reshape(-1)) for name, tensor in tensors.items() if not tensor.is_meta}
+        copies.begun()
         outline = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
-        return cls(structure=structure, outline=outline, count=part.count, mine=mine)
+        return cls(structure=structure, outline=outline, count=part.count, mine=mine, copies=copies)
 
     def described(self) -> dict[str, dict[str, Any]]:
         """Dtype and shape of every tensor, for the manifest."""
@@ -83,7 +87,9 @@ class Shards:
 
         Raises:
             OSError, SafetensorError: the disk is full or failing.
+            RuntimeError: a device has failed that holds some of it.
         """
+        self.copies.arrive()
         for number, runs in self.mine.items():
             tensors = {name: stored(run) for name, (_, run) in runs.items()}
             spans = {name: (begin * _width(run.dtype), tensors[name].numel()) for name, (begin, run) in runs.items()}
@@ -204,7 +210,7 @@ def read_shards(path: Path, content: Mapping[str, Any]) -> dict[str, torch.Tenso
     return {name: flat[name].view(tensor.dtype).view(tensor.shape) for name, tensor in outline.items()}
 
 
-def _cut_out(tensors: Mapping[str, torch.Tensor], runs: Iterable[Run]) -> dict[str, tuple[int, torch.Tensor]]:
+def _cut_out(tensors: Mapping[str, torch.Tensor], runs: Iterable[Run], copies: HostCopies) -> dict[str, tuple[int, torch.Tensor]]:
     """Copies what the runs hold of the tensors that are views of their vectors."""
     views: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in tensors.items():
@@ -216,7 +222,7 @@ def _cut_out(tensors: Mapping[str, torch.Tensor], runs: Iterable[Run]) -> dict[s
             lies = int(view.storage_offset())
             first, last = max(lies, run.begin), min(lies + view.numel(), run.begin + run.values.numel())
             if first < last:
-                cut[name] = first - lies, copied(run.values[first - run.begin : last - run.begin])
+                cut[name] = first - lies, copies.of(run.values[first - run.begin : last - run.begin])
     return cut
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import itertools
 import json
 import logging
 import secrets
@@ -44,7 +45,9 @@ from shoal_worker.backends.inmemory.turns import run_aside
 from shoal_worker.elastic.group import Group
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings
-from shoal_worker.state.digest import bytes_of, digest
+from shoal_worker.state import device_reader
+from shoal_worker.state.device_reader import DeviceReader, bytes_in
+from shoal_worker.state.digest import digest, digest_of
 from shoal_worker.state.tree import flatten, unflatten
 
 # --------------------------------------------------------------------------------------------------------------------------- one transfer
@@ -71,7 +74,8 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).val
 class _Offer:
     nonce: bytes
     header: bytes
-    buffers: tuple[memoryview, ...]
+    pieces: tuple[torch.Tensor, ...]
+    """The bytes of each tensor, where it lies: some on a device, perhaps."""
 
 
 class StateDonor:
@@ -116,11 +120,13 @@ class StateDonor:
         """While open, peers that name `nonce` get `state`. The caller must not change the tensors in it meanwhile. Whoever has not got all
         when it closes gets no more."""
         structure, tensors = flatten(state)
-        on_cpu = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-        header = _encode_header(structure, on_cpu)
+        resolved = {name: t.resolve_conj().resolve_neg().contiguous() for name, t in tensors.items()}
+        header = _encode_header(structure, resolved)
+        for device in {t.device for t in resolved.values()}:
+            if (lane := device_reader.lane_of(device)) is not None:
+                lane.fence()()  # the threads that serve read what has been computed
         with self._changed:
-            buffers = tuple(bytes_of(t) for t in on_cpu.values())
-            self._offer = _Offer(nonce=nonce.encode(), header=header, buffers=buffers)
+            self._offer = _Offer(nonce=nonce.encode(), header=header, pieces=tuple(bytes_in(t) for t in resolved.values()))
             self._changed.notify_all()
         try:
             yield
@@ -166,6 +172,8 @@ class StateDonor:
             pass  # a stranger, a probe, or a peer of a generation that is over
         except OSError as error:
             _log.warning("a peer that took state went away: %s", error)
+        except RuntimeError as error:
+            _log.error("a peer gets no state from here, for it cannot be read from the device: %s", error)
         finally:
             self._free.release()
 
@@ -269,9 +277,9 @@ def take_state(
             left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
             return take_state(donors[:1], nonce, timeout=left, keys=keys[:1], guard=guard)
         staged = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in headers[0].tensors}
-        buffers = [bytes_of(t) for t in staged.values()]
-        list(pool.map(lambda part: part.read_into(buffers), parts))
-    return unflatten(headers[0].structure, staged), sum(b.nbytes for b in buffers)
+        pieces = [bytes_in(t) for t in staged.values()]
+        list(pool.map(lambda part: part.read_into(pieces), parts))
+    return unflatten(headers[0].structure, staged), sum(piece.nbytes for piece in pieces)
 
 
 class _Part:
@@ -327,10 +335,11 @@ class _Part:
         PairContexts.check(channel, self._key)
         return channel
 
-    def read_into(self, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, pieces: Sequence[torch.Tensor]) -> None:
         assert self._socket is not None
         try:
-            for block in _blocks(buffers, self._part, self._parts):
+            for piece in _blocks(pieces, self._part, self._parts):
+                block = piece.numpy().data
                 deadline = time.monotonic() + _BLOCK_TIMEOUT_S
                 _receive_into(self._socket, block, deadline)
                 _check(block, _receive(self._socket, _U64.size, deadline), self._address, "a block")
@@ -366,24 +375,32 @@ class _Header:
 
 def _encode_header(structure: Any, tensors: dict[str, torch.Tensor]) -> bytes:
     described = [{"name": n, "dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)} for n, t in tensors.items()]
-    return json.dumps({"structure": structure, "tensors": described, "digest": f"{digest(structure, tensors):016x}"}).encode()
+    return json.dumps({"structure": structure, "tensors": described, "digest": f"{digest(structure, tensors, _fingerprint):016x}"}).encode()
+
+
+def _fingerprint(tensor: torch.Tensor) -> int:
+    """A digest of dtype, shape and bytes. One on a device is not brought to the host for it."""
+    return xxhash.xxh3_64_intdigest(f"{tensor.dtype}{tuple(tensor.shape)}{digest_of([tensor])}".encode())
 
 
 def _send_part(connection: socket.socket, offer: _Offer, part: int, parts: int) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.sendall(_U64.pack(len(offer.header)) + offer.header + _digest(offer.header))
-    for block in _blocks(offer.buffers, part, parts):
-        connection.sendall(block)
-        connection.sendall(_digest(block))
+    for device, blocks in itertools.groupby(_blocks(offer.pieces, part, parts), key=lambda block: block.device):
+        lane = device_reader.lane_of(device)
+        for block in blocks if lane is None else DeviceReader(lane, block_bytes=_BLOCK).blocks(blocks):
+            here = block.numpy().data
+            connection.sendall(here)
+            connection.sendall(_digest(here))
 
 
-def _blocks(buffers: Sequence[memoryview], part: int, parts: int) -> Iterator[memoryview]:
-    """Every `parts`-th block of all buffers, from block `part` on: the same cut on both sides."""
+def _blocks(pieces: Sequence[torch.Tensor], part: int, parts: int) -> Iterator[torch.Tensor]:
+    """Every `parts`-th block of all pieces, from block `part` on: the same cut on both sides."""
     index = 0
-    for buffer in buffers:
-        for offset in range(0, buffer.nbytes, _BLOCK):
+    for piece in pieces:
+        for offset in range(0, len(piece), _BLOCK):
             if index % parts == part:
-                yield buffer[offset : offset + _BLOCK]
+                yield piece[offset : offset + _BLOCK]
             index += 1
 
 

@@ -26,7 +26,7 @@ from shoal_worker.elastic.loader_interface import StepStatus
 from shoal_worker.elastic.step import StepPhase
 from shoal_worker.elastic.told_loss import read_later
 from shoal_worker.engine.base import Setup
-from shoal_worker.engine.failed_collectives import LosingStep
+from shoal_worker.engine.failed_collectives import LosingStep, come_after
 from shoal_worker.engine.parameters import unsaved_buffers
 from shoal_worker.engine.passes import Loss, call_module, loss_of
 from shoal_worker.replicated.buckets import AccumulatedReduction
@@ -172,25 +172,28 @@ class LocalSGDEngine(ReplicatedEngine):
         self._session.settle_step()
 
     def _add(self, tensor: torch.Tensor) -> None:
+        group = self._group()
+        if group is not None and (work := group.all_reduce_async(tensor)) is not None:
+            come_after(self._session, group, work)
+
+    def _group(self) -> Group | None:
+        """None: this rank trains alone."""
         if not self._session.elastic:
-            return
+            return None
         group = self._session.group
         if group is None:
             raise MembershipChanged("there is no group")
-        group.all_reduce(tensor)
+        return group
 
     @torch.no_grad()
     def _sum_round(self) -> None:
         """The round's average. Raises MembershipChanged."""
-        session = self._session
         tensors = self._averaged()
+        group = self._group()
         weight = self._round.weight + self._step_weight
-        known = torch.tensor([weight], dtype=torch.float64, device=tensors[0].device)
-        self._add(known)
-        total = float(known)
-        share = weight / total if total > 0 else 1.0 / session.world_size
+        (total,) = group.sum_numbers([weight]) if group is not None else [weight]
+        share = weight / total if total > 0 else 1.0 / self._session.world_size
         self._average = list(zip(tensors, weighted_mean(tensors, share, self._add), strict=True))
-        group = session.group
         if (self._rounds.average_optimizer_state or self._round.averages_state) and group is not None and self.optimizer is not None:
             self._mean_state = mean_optimizer_state(self.optimizer.state_dict()["state"], group.exchange, self._add, tensors[0].device)
 

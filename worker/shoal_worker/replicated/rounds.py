@@ -84,23 +84,30 @@ def mean_optimizer_state(state: dict[int, dict[str, Any]], tell: Tell, add: Add,
     if not merged:
         return {}
     holders = torch.tensor([sum(number in entries for entries in described) for number in merged], dtype=torch.float64)
-    places: list[tuple[int, str, float, bool]] = []
-    parts: list[torch.Tensor] = []
-    for (number, entry), count in zip(merged.items(), holders.tolist(), strict=True):
-        for key, kind in entry.items():
-            if "shape" in kind:
-                own = state[int(number)][key] if int(number) in state else None
-                dtype = getattr(torch, kind["dtype"])
-                parts.append(own.to(device) if own is not None else torch.zeros(kind["shape"], dtype=dtype, device=device))
-                places.append((int(number), key, count, kind["on_host"]))
-    sums = weighted_mean(parts, 1.0, add)
     mean: dict[int, dict[str, Any]] = {
         int(number): {key: kind.get("value") for key, kind in entry.items()} for number, entry in merged.items()
     }
-    for (number, key, count, on_host), total in zip(places, sums, strict=True):
-        exact = total.is_floating_point() or total.is_complex()
-        quotient = total / count if exact else (total.double() / count).round().to(total.dtype)
-        mean[number][key] = quotient.cpu() if on_host else quotient
+
+    def add_on_device(flat: torch.Tensor) -> None:
+        sent = flat.to(device)
+        add(sent)
+        flat.copy_(sent)
+
+    # What optimizers keep on the host (each parameter's number of steps, say) goes to the device in one piece, and comes back in one.
+    for on_host, sum_up in ((False, add), (True, add_on_device)):
+        places: list[tuple[int, str, float]] = []
+        parts: list[torch.Tensor] = []
+        for (number, entry), count in zip(merged.items(), holders.tolist(), strict=True):
+            for key, kind in entry.items():
+                if kind.get("on_host") is on_host:
+                    where = torch.device("cpu") if on_host else device
+                    own = state[int(number)][key] if int(number) in state else None
+                    empty = {"dtype": getattr(torch, kind["dtype"]), "device": where}
+                    parts.append(own.to(where) if own is not None else torch.zeros(kind["shape"], **empty))
+                    places.append((int(number), key, count))
+        for (place, key, count), total in zip(places, weighted_mean(parts, 1.0, sum_up), strict=True):
+            exact = total.is_floating_point() or total.is_complex()
+            mean[place][key] = total / count if exact else (total.double() / count).round().to(total.dtype)
     return mean
 
 

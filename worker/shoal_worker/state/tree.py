@@ -38,6 +38,8 @@ import numpy as np
 import torch
 from shoal_common.errors import ConfigurationError, CorruptDataError
 
+from shoal_worker.state.device_reader import HostCopies
+
 Json = Any
 """None, bool, int, float, str, list of Json, or dict of str to Json."""
 
@@ -364,37 +366,46 @@ def _unbase64(text: str) -> bytes:
 # A state as it was at one moment, in host memory and apart from the live tensors, so that training may go on while it is written.
 
 
-@dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """What `flatten` gives, with contiguous CPU tensors that nothing else holds."""
 
-    structure: Json
-    tensors: dict[str, torch.Tensor]
+    def __init__(self, structure: Json, tensors: dict[str, torch.Tensor], copies: HostCopies) -> None:
+        """`tensors`: there once `copies` have arrived."""
+        self.structure = structure
+        self._tensors = tensors
+        self._copies = copies
 
     @classmethod
     def take(cls, state: object) -> Snapshot:
-        """Copies `state`; blocks until the copy is complete, also from a device.
+        """Copies `state`, which may change once this has returned. What lies on a device may still be on its way then.
 
         Raises:
             ConfigurationError (STATE_UNSUPPORTED): the state holds something that cannot be carried.
         """
         structure, tensors = flatten(state)
-        return cls(structure=structure, tensors={name: copied(tensor) for name, tensor in tensors.items()})
+        copies = HostCopies()
+        copied = {name: copies.of(tensor) for name, tensor in tensors.items()}
+        copies.begun()
+        return cls(structure, copied, copies)
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The copies, by name; waits until they are there. Any thread.
+
+        Raises:
+            RuntimeError: a device has failed that they come from.
+        """
+        self._copies.arrive()
+        return self._tensors
 
     @property
     def nbytes(self) -> int:
         """Size of the tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def state(self) -> Any:
         """The state again; it shares memory with this snapshot."""
         return unflatten(self.structure, self.tensors)
-
-
-def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy in host memory."""
-    resolved = tensor.resolve_conj().resolve_neg()
-    return torch.empty(resolved.shape, dtype=resolved.dtype, device="cpu").copy_(resolved)
 
 
 # ---------------------------------------------------------------------------------------------------------------------- what one rank holds

@@ -1,0 +1,58 @@
+"""State that leaves a CUDA device. On the stand-in: tests/unit/worker_state/test_device_reader.py. On a device: make test-gpu."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+from shoal_worker.elastic.transfer import StateDonor, take_state
+from shoal_worker.state import device_reader
+from shoal_worker.state.digest import digest_of, mixed_sum, state_digest
+from shoal_worker.state.tree import Snapshot
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
+
+NONCE = "0123456789abcdef0123456789abcdef"
+
+
+def state() -> dict[str, torch.Tensor]:
+    """Some hundred megabytes, of all widths."""
+    draw = torch.Generator(device="cuda").manual_seed(0)
+    wide = torch.randn(4000, 10_000, generator=draw, device="cuda")
+    return {
+        "float": wide,
+        "half": wide[:100].to(torch.bfloat16),
+        "double": wide[:10].double(),
+        "across": wide[:30].t(),
+        "count": torch.tensor(3, device="cuda"),
+        "host": torch.arange(10),
+    }
+
+
+def test_a_snapshot_is_of_its_moment_whatever_the_device_does_next() -> None:
+    live = state()
+    expected = state_digest(live)
+    snapshot = Snapshot.take(live)
+    for tensor in live.values():
+        tensor.zero_()
+    assert state_digest(snapshot.state()) == expected
+
+
+def test_a_snapshot_without_room_on_the_device_is_of_its_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_reader.CudaLane, "room", lambda lane: 0)
+    test_a_snapshot_is_of_its_moment_whatever_the_device_does_next()
+
+
+def test_state_is_sent_from_the_device() -> None:
+    offered, donor = state(), StateDonor("127.0.0.1")
+    with donor.offering(offered, NONCE):
+        taken, _ = take_state([donor.address], NONCE, timeout=timedelta(seconds=60))
+    donor.close()
+    assert state_digest(taken) == state_digest(offered)
+
+
+def test_digests_of_the_device_are_those_of_the_same_sums_on_the_host() -> None:
+    for tensor in state().values():
+        assert int(mixed_sum(tensor)) == int(mixed_sum(tensor.cpu()))
+    assert digest_of(state().values()) == digest_of(state().values())

@@ -1,0 +1,196 @@
+"""State that lies on a device: copied while training goes on, sent to a joiner, and compared (the device is a stand-in)."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import shoal
+import torch
+from shoal_common.errors import UnavailableError
+from shoal_worker.checkpoint.files import read_checkpoint
+from shoal_worker.elastic.transfer import StateDonor, take_state
+from shoal_worker.state import device_reader, digest
+from shoal_worker.state.device_reader import DeviceReader, HostCopies, bytes_in
+from shoal_worker.state.digest import digest_of, mixed_sum, state_digest
+from shoal_worker.state.tree import Snapshot
+from torch import nn
+
+from tests.fake_device.lanes import LateLane
+from tests.zygote.children import eventually
+
+NONCE = "0123456789abcdef0123456789abcdef"
+TIMEOUT = timedelta(seconds=60)
+
+
+@pytest.fixture
+def lane(monkeypatch: pytest.MonkeyPatch) -> LateLane:
+    """All tensors lie on a device, and this is the way from it."""
+    one = LateLane()
+    monkeypatch.setattr(device_reader, "lane_of", lambda device: one)
+    return one
+
+
+def state() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "weights": torch.randn(1500, 1000),
+        "across": torch.randn(30, 20).t(),
+        "half": torch.randn(7).to(torch.bfloat16),
+        "complex": torch.randn(5, dtype=torch.complex64),
+        "conjugate": torch.randn(5, dtype=torch.complex64).conj(),
+        "count": torch.tensor(3),
+        "none": torch.empty(0),
+        "flags": torch.tensor([True, False]),
+    }
+
+
+# --- copies
+
+
+def test_a_snapshot_holds_what_was_there_when_it_was_taken_though_it_arrives_later(lane: LateLane) -> None:
+    live = state()
+    before = state_digest(live)
+    snapshot = Snapshot.take(live)
+    assert lane.sent == 0  # nobody has waited
+    for tensor in live.values():
+        tensor.zero_()
+    assert state_digest(snapshot.state()) == before
+    assert lane.sent == snapshot.nbytes
+    assert all(tensor.is_contiguous() and not tensor.is_conj() for tensor in snapshot.tensors.values())
+    assert lane.sent == snapshot.nbytes  # it arrives once
+
+
+def test_what_a_device_has_no_room_to_copy_is_waited_for() -> None:
+    lane = LateLane(room=1000)
+    copies = HostCopies(lambda device: lane)
+    small, large = torch.arange(100.0), torch.arange(200.0)
+    copied = [copies.of(small), copies.of(large)]
+    copies.begun()
+    assert lane.sent == large.nbytes
+    small.zero_()
+    large.zero_()
+    copies.arrive()
+    assert [each[-1].item() for each in copied] == [99, 199]
+
+
+def test_two_threads_that_wait_for_copies_both_find_them(lane: LateLane) -> None:
+    live = {str(number): torch.full((1000,), float(number)) for number in range(50)}
+    snapshot, found = Snapshot.take(live), []
+    threads = [threading.Thread(target=lambda: found.append(state_digest(snapshot.state()))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [state_digest(live)] * 2
+
+
+def test_blocks_follow_each_other_through_two_buffers() -> None:
+    lane = LateLane()
+    lane.computed = True
+    pieces = [torch.arange(each, dtype=torch.int64) for each in (1, 0, 100, 17)]
+    came = [block.clone() for block in DeviceReader(lane, block_bytes=56).blocks(map(bytes_in, pieces))]
+    assert torch.equal(torch.cat(came), torch.cat([bytes_in(each) for each in pieces]))
+    assert [len(block) for block in came] == [8, *[56] * 14, 16, 56, 56, 24]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_checkpoint_is_of_its_step_though_training_goes_on_while_it_arrives(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(directory: Path) -> None:
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+        model, optimizer = shoal.as_distributed(net, torch.optim.Adam(net.parameters()), strategy=strategy)
+        loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.randn(48, 8), torch.arange(48) % 4), global_batch_size=8)
+        for number, (x, y) in enumerate(loader):
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 2:
+                shoal.save_checkpoint(directory)
+
+    shoal.launch(train, tmp_path / "host", world_size=2)
+
+    def made(device: torch.device) -> LateLane:
+        one = LateLane()
+        lanes.append(one)
+        return one
+
+    lanes: list[LateLane] = []
+    monkeypatch.setattr(device_reader, "lane_of", made)
+    shoal.launch(train, tmp_path / "device", world_size=2)
+    assert sum(each.sent for each in lanes) > 0
+    host, device = (read_checkpoint(tmp_path / each / "step-3") for each in ("host", "device"))
+    assert state_digest(host.state["model"]) == state_digest(device.state["model"])
+    assert state_digest(host.state["optimizer"]) == state_digest(device.state["optimizer"])
+
+
+def test_a_device_that_fails_on_the_way_is_told_by_who_waits(lane: LateLane) -> None:
+    snapshot = Snapshot.take(state())
+    lane.failed = True
+    with pytest.raises(RuntimeError, match="launch failure"):
+        snapshot.state()
+
+
+# --- transfers
+
+
+@pytest.mark.parametrize("donors", [1, 3])
+def test_state_is_sent_from_a_device_block_by_block(donors: int, lane: LateLane) -> None:
+    offered = state()
+    servers = [StateDonor("127.0.0.1") for _ in range(donors)]
+    offers = [server.offering(offered, NONCE) for server in servers]
+    for offer in offers:
+        offer.__enter__()
+    taken, size = take_state([server.address for server in servers], NONCE, timeout=TIMEOUT)
+    for offer, server in zip(offers, servers, strict=True):
+        offer.__exit__(None, None, None)
+        server.close()
+    assert state_digest(taken) == state_digest(offered)
+    assert lane.sent == size
+
+
+def test_a_donor_whose_device_fails_gives_nothing_and_the_receiver_is_told(lane: LateLane, caplog: pytest.LogCaptureFixture) -> None:
+    donor = StateDonor("127.0.0.1")
+    with donor.offering(state(), NONCE):
+        lane.failed = True
+        with pytest.raises(UnavailableError, match="went away while it sent its state"):
+            take_state([donor.address], NONCE, timeout=TIMEOUT)
+    donor.close()
+    eventually(lambda: "cannot be read from the device: CUDA error" in caplog.text, lambda: f"a word in the log: {caplog.text!r}")
+
+
+# --- digests
+
+
+def test_a_sum_made_on_the_device_tells_one_bit_and_two_places_that_were_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digest, "_CHUNK", 64)
+    for tensor in (*state().values(), torch.arange(1000, dtype=torch.int16), torch.zeros(130, dtype=torch.uint8)):
+        sum_of = int(mixed_sum(tensor))
+        assert int(mixed_sum(tensor)) == sum_of  # which has left it as it was
+        if tensor.numel() < 2:
+            continue
+        flat = tensor.resolve_conj().contiguous().view(-1).clone()
+        flipped = flat.clone()
+        bytes_in(flipped)[-1] ^= 1
+        assert int(mixed_sum(flipped)) != sum_of
+        exchanged = flat.clone()
+        exchanged[0], exchanged[-1] = flat[-1], flat[0]
+        assert torch.equal(exchanged, flat) == (int(mixed_sum(exchanged)) == sum_of)
+
+
+def test_sums_do_not_depend_on_how_long_the_zeros_are_alone() -> None:
+    sums = {int(mixed_sum(torch.zeros(length))) for length in range(1, 50)}
+    assert len(sums) == 49
+
+
+def test_what_ranks_compare_of_a_device_is_read_as_one_number_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digest, "_is_far", lambda tensor: tensor.dim() > 0)
+    monkeypatch.setattr(digest, "bytes_of", lambda tensor: memoryview(b"x") if tensor.dim() == 0 else pytest.fail("it was brought here"))
+    one, other = [torch.arange(10.0), torch.tensor(1), torch.ones(3)], [torch.arange(10.0), torch.tensor(1), torch.ones(3)]
+    assert digest_of(one) == digest_of(other)
+    other[2][1] = 1.5
+    assert digest_of(one) != digest_of(other)

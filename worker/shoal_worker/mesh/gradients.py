@@ -21,7 +21,7 @@ from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.engine.hidden_parameters import drop_gradient
 from shoal_worker.sharding.collectives import Collectives
 from shoal_worker.sharding.execution import ShardedExecution
-from shoal_worker.sharding.gradients import CutGradients
+from shoal_worker.sharding.gradients import CutGradients, squared_norms
 from shoal_worker.sharding.layout import Division
 from shoal_worker.sharding.unit import Reducing, Stage, Unit
 
@@ -84,18 +84,22 @@ class MeshGradients(abc.ABC):
         left out."""
         if not weight > 0:
             return
-        for name in self._pieces:
-            gradient = found.get(name)
-            if gradient is not None:
-                self.add_one(name, gradient, self.factor(weight))
+        self.add_all({name: gradient for name in self._pieces if (gradient := found.get(name)) is not None}, self.factor(weight))
         self._presence += torch.tensor([found.get(name) is not None for name in self._pieces]).to(self._presence)
         self._changes.add_(changes.to(self._changes), alpha=weight)
         self._weight += weight
 
-    def add_one(self, name: str, gradient: torch.Tensor, factor: float) -> None:
-        """A parameter's gradient, which nobody changes any more, times `factor`."""
-        own = self.added(name)
-        own.add_(gradient.to(own.dtype), alpha=factor)
+    def add_all(self, gradients: Mapping[str, torch.Tensor], factor: float) -> None:
+        """Adds gradients by the names of their parameters, times `factor`. Nobody changes them any more."""
+        dense = [name for name, gradient in gradients.items() if gradient.layout is torch.strided]
+        if dense:
+            own = [self.added(name) for name in dense]
+            given = [gradients[name].to(each.dtype) for name, each in zip(dense, own, strict=True)]
+            torch._foreach_add_(own, given, alpha=factor)
+        for name, gradient in gradients.items():
+            if gradient.layout is not torch.strided:
+                added = self.added(name)
+                added.add_(gradient.to(added.dtype), alpha=factor)
 
     def factor(self, weight: float) -> float:
         """Returns what the gradients of a pass that weighs so much are multiplied with."""
@@ -202,12 +206,17 @@ class ReplicatedGradients(MeshGradients):
             self._sums[name] = self._flat.new_zeros(self._pieces[name].shape)
         return self._sums[name]
 
-    def add_one(self, name: str, gradient: torch.Tensor, factor: float) -> None:
+    def add_all(self, gradients: Mapping[str, torch.Tensor], factor: float) -> None:
         """See `MeshGradients`."""
-        if name in self._first or name in self._sums or gradient.layout is not torch.strided:  # sparse ones are made dense by adding them
-            super().add_one(name, gradient, factor)
-        else:
-            self._first[name] = gradient.to(self._flat.dtype), factor
+        # Sparse ones are made dense by adding them.
+        first = {
+            name
+            for name, gradient in gradients.items()
+            if name not in self._first and name not in self._sums and gradient.layout is torch.strided
+        }
+        super().add_all({name: gradient for name, gradient in gradients.items() if name not in first}, factor)
+        for name in first:
+            self._first[name] = gradients[name].to(self._flat.dtype), factor
 
     def sum_pass(self) -> None:
         """See `MeshGradients`: not wanted."""
@@ -246,11 +255,13 @@ class ReplicatedGradients(MeshGradients):
     def hand_out(self, divisor: float) -> None:
         """See `MeshGradients`."""
         present = self.present
-        for name, piece in self._pieces.items():
+        for piece in self._pieces.values():
             drop_gradient(piece)
-            if present[name]:
-                gradient, factor = self._added_times(name)
-                piece.grad = gradient.div(divisor / factor).to(piece.dtype)
+        used = [(piece, *self._added_times(name)) for name, piece in self._pieces.items() if present[name]]
+        if used:
+            means = torch._foreach_div([gradient for _, gradient, _ in used], [divisor / factor for *_, factor in used])
+            for (piece, *_), mean in zip(used, means, strict=True):
+                piece.grad = mean.to(piece.dtype)
 
     def scale(self, factor: float) -> None:
         """See `MeshGradients`."""
@@ -271,6 +282,9 @@ def _squared_norm(terms: Iterable[tuple[torch.Tensor, float]]) -> float:
     """Returns the squared norm of tensors times numbers. By rows in float32, and over the rows in float64: longer sums of float32 lose
     digits, and all of it in float64 takes several times as long. Where squares are beyond float32, in float64 after all."""
     terms = list(terms)
+    if any(not tensor.is_cpu for tensor, _ in terms):  # a device widens as it reads
+        norms_there = squared_norms([tensor for tensor, _ in terms])
+        return float((norms_there * torch.tensor([factor * factor for _, factor in terms]).to(norms_there)).sum())
     rows = [_norms(tensor.flatten(1) if tensor.dim() > 1 else tensor).mul_(factor).reshape(-1) for tensor, factor in terms]
     if not rows:
         return 0.0

@@ -6,6 +6,7 @@ are hidden (`CUDA_VISIBLE_DEVICES=`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,6 +42,11 @@ def on_host_and_device(cases: Sequence[tuple[Any, ...]], *, quick: Sequence[tupl
     ]
     device = [pytest.param("cuda", *case, id=name(("cuda", *case)), marks=needs(1)) for case in cases]
     return [*host, *device]
+
+
+def sharing(kind: str) -> dict[str, str]:
+    """What workers have in their environment that are to share one device: the first that this process may have."""
+    return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]} if kind == "cuda" else {}
 
 
 def is_there(kind: str) -> None:

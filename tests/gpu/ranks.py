@@ -6,7 +6,9 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
+import torch
 import torch.distributed as dist
 from shoal_worker.api import shutdown
 from shoal_worker.backends import worlds
@@ -31,7 +33,8 @@ def together(be: Callable[[], Any], *, world_size: int, backend: str = "gloo") -
             shutdown()
             return result
 
-    with worlds.installed():
+    # Ranks go round the devices that there are: here that is one.
+    with mock.patch.object(torch.cuda, "device_count", return_value=1), worlds.installed():
         outcomes = in_threads([lambda rank=rank: take_part(rank) for rank in range(world_size)])
     failures = [each for each in outcomes if isinstance(each, BaseException)]
     for failure in sorted(failures, key=lambda each: isinstance(each, threading.BrokenBarrierError)):

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.gpu import training
-from tests.gpu.devices import is_there, on_host_and_device
+from tests.gpu.devices import is_there, on_host_and_device, sharing
 from tests.gpu.ranks import together
 from tests.integration.worker_elastic.cluster import cluster
 from tests.zygote.children import Zygote
@@ -101,7 +101,7 @@ def test_a_compiled_block_and_pinned_batches_of_data_workers_change_nothing(
     alone = torch.cat([value.flatten() for value in training.alone().values()]).tolist()
     compiled = "inductor" if kind == "cuda" else "aot_eager"
     settings = {"STRATEGY": strategy, "BACKEND": "gloo", "COMPILED": compiled, "DATA_WORKERS": "2"}
-    with cluster(starter(kind), tmp_path, max_workers=2, script=Path(training.__file__), **settings) as running:
+    with cluster(starter(kind), tmp_path, max_workers=2, script=Path(training.__file__), **settings, **sharing(kind)) as running:
         for index in range(2):
             running.start(index)
         results = running.finish(0, 1)

@@ -39,7 +39,7 @@ CUDA_WIDTH: Final = 4096
 CUDA_BATCH: Final = 256
 CUDA_OF_FLOOR: Final = 2.0
 NOTICED_S: Final = 0.25
-"""How long a Gloo group's watch takes at most to notice that a peer is gone (shoal_worker.backends.gloo.sockets.GRACE_S)."""
+"""How long after a connection has ended a Gloo group's watch ends the group (shoal_worker.backends.gloo.sockets.GRACE_S)."""
 _FLOOR: Final = (
     "The bare floor is as many forked processes with a Gloo group and nothing else, which know what happened: they form a group anew and "
     "take one step, whose only collective sums all gradients of the same model."

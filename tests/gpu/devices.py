@@ -49,6 +49,11 @@ def sharing(kind: str) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]} if kind == "cuda" else {}
 
 
+def lease_ms(kind: str) -> int:
+    """How long a worker may say nothing. The first use of CUDA keeps Python, and with it the heartbeats, from running for seconds."""
+    return 20_000 if kind == "cuda" else 3000
+
+
 def is_there(kind: str) -> None:
     """Fails where the ranks would compute elsewhere than the test's name says."""
     assert kind == ("cuda" if COUNT else "cpu")

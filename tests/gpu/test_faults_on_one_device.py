@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.gpu import training
-from tests.gpu.devices import is_there, on_host_and_device, sharing
+from tests.gpu.devices import is_there, lease_ms, on_host_and_device, sharing
 from tests.gpu.ranks import together
 from tests.integration.conftest import Shell
 from tests.integration.worker_elastic.cluster import Cluster, cluster
@@ -60,7 +60,9 @@ def test_a_death_and_a_join_leave_every_bit_of_the_result(starter: Starter, tmp_
     (fault_free,) = together(lambda: training.train(strategy, dict(without), backend="gloo"), world_size=1)
     settings = {"STRATEGY": strategy, "BACKEND": "gloo", "DETERMINISTIC": "1", "OPTIONS": json.dumps(options)}
     workers = 4 if options else 3
-    with cluster(starter(kind), tmp_path, max_workers=workers, script=SCRIPT, **settings, **sharing(kind)) as running:
+    with cluster(
+        starter(kind), tmp_path, max_workers=workers, script=SCRIPT, lease_ms=lease_ms(kind), **settings, **sharing(kind)
+    ) as running:
         results = run_with_a_death_and_a_joiner(running, workers)
     check_ranks(results, kind)
     assert results[0]["digest"] == training.digest(fault_free)
@@ -83,7 +85,7 @@ def test_a_death_and_a_join_among_replicas_of_two_ranks_leave_the_result(
     is_there(kind)
     alone = torch.cat([value.flatten() for value in training.alone().values()]).tolist()
     settings = {"STRATEGY": strategy, "BACKEND": "gloo", "OPTIONS": options}
-    with cluster(starter(kind), tmp_path, max_workers=4, script=SCRIPT, **settings, **sharing(kind)) as running:
+    with cluster(starter(kind), tmp_path, max_workers=4, script=SCRIPT, lease_ms=lease_ms(kind), **settings, **sharing(kind)) as running:
         results = run_with_a_death_and_a_joiner(running, 4)
     check_ranks(results, kind)
     assert results[0]["parameters"] == pytest.approx(alone, abs=1e-8)
@@ -98,7 +100,7 @@ def test_a_death_and_a_join_among_replicas_of_two_ranks_leave_the_result(
 def test_after_a_death_and_a_join_the_ranks_agree(starter: Starter, tmp_path: Path, kind: str, strategy: str, options: str) -> None:
     is_there(kind)
     settings = {"STRATEGY": strategy, "BACKEND": "gloo", "OPTIONS": options}
-    with cluster(starter(kind), tmp_path, script=SCRIPT, **settings, **sharing(kind)) as running:
+    with cluster(starter(kind), tmp_path, script=SCRIPT, lease_ms=lease_ms(kind), **settings, **sharing(kind)) as running:
         results = run_with_a_death_and_a_joiner(running, 3)
     check_ranks(results, kind)
 
@@ -110,7 +112,7 @@ def test_a_session_whose_group_is_aborted_is_formed_anew_and_loses_nothing(
     is_there(kind)
     (fault_free,) = together(lambda: training.train(strategy, {"deterministic": True}, backend="gloo"), world_size=1)
     settings = {"STRATEGY": strategy, "BACKEND": "gloo", "DETERMINISTIC": "1"}
-    with cluster(starter(kind), tmp_path, max_workers=2, script=SCRIPT, **settings, **sharing(kind)) as running:
+    with cluster(starter(kind), tmp_path, max_workers=2, script=SCRIPT, lease_ms=lease_ms(kind), **settings, **sharing(kind)) as running:
         running.start(0)
         running.start(1, SHOAL_FAILPOINTS="reduction.completed@6=lose")
         results = running.finish(0, 1)

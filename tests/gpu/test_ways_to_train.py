@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.gpu import training
-from tests.gpu.devices import is_there, on_host_and_device, sharing
+from tests.gpu.devices import is_there, lease_ms, on_host_and_device, sharing
 from tests.gpu.ranks import together
 from tests.integration.worker_elastic.cluster import cluster
 from tests.zygote.children import Zygote
@@ -90,7 +90,7 @@ def test_an_inf_on_one_rank_costs_all_ranks_that_step_and_half_of_the_scale(kind
     for trained, told in together(lambda: with_shoal(strategy, autocast=False, scales=True), world_size=2):
         assert told == scales
         for name, value in expected.items():
-            torch.testing.assert_close(trained[name], value, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(trained[name], value, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "strategy"), on_host_and_device([("ddp",), ("zero3",)], quick=[]))
@@ -101,7 +101,9 @@ def test_a_compiled_block_and_pinned_batches_of_data_workers_change_nothing(
     alone = torch.cat([value.flatten() for value in training.alone().values()]).tolist()
     compiled = "inductor" if kind == "cuda" else "aot_eager"
     settings = {"STRATEGY": strategy, "BACKEND": "gloo", "COMPILED": compiled, "DATA_WORKERS": "2"}
-    with cluster(starter(kind), tmp_path, max_workers=2, script=Path(training.__file__), **settings, **sharing(kind)) as running:
+    with cluster(
+        starter(kind), tmp_path, max_workers=2, script=Path(training.__file__), lease_ms=lease_ms(kind), **settings, **sharing(kind)
+    ) as running:
         for index in range(2):
             running.start(index)
         results = running.finish(0, 1)

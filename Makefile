@@ -75,9 +75,11 @@ chaos: .venv/installed ## Run soaks, cut networks, simulated schedules (SEEDS, F
 	$(BIN)/python -m pytest $(IN_TWO) -m 'hypothesis and not matrix' --hypothesis-profile searching $(PYTEST_ARGS)
 	$(BIN)/python -m tests.history --seeds $(CHAOS_SEEDS) --faults $(CHAOS_FAULTS)
 
+DEVICE ?= cpu
+
 .PHONY: bench
-bench: .venv/installed .venv-peers/installed ## Measure the figures, side by side with torchrun, torchft and DeepSpeed (about two and a half hours)
-	$(BIN)/python -m benchmarks
+bench: .venv/installed $(if $(filter cpu,$(DEVICE)),.venv-peers/installed) ## Measure the figures, side by side with torchrun, torchft and DeepSpeed (about two and a half hours); DEVICE=cuda: some of them, on GPUs
+	$(BIN)/python -m benchmarks --device $(DEVICE)
 
 .PHONY: bench-gpu
 bench-gpu: .venv/installed ## Measure one CUDA device: steps, what the host tells it in them, copies, groups over NCCL; skipped where there is none

@@ -33,6 +33,8 @@ WORKERS: Final = 3
 BATCH: Final = 4
 STATES_MB: Final = (80, 805)
 QUICK_STATES_MB: Final = (20,)
+CUDA_STATES_MB: Final = (1_000, 8_000)
+QUICK_CUDA_STATES_MB: Final = (200,)
 ALLOWED_S: Final = 0.2
 OF_TCP: Final = 0.7
 _JOINS: Final = 5
@@ -88,9 +90,15 @@ class Joins:
 
 def measure(options: Options) -> Table:
     """See the module. About 8 minutes."""
-    states = [1e6 * megabytes for megabytes in (QUICK_STATES_MB if options.quick else STATES_MB)]
+    devices = options.devices
+    sizes = devices.size(QUICK_STATES_MB, QUICK_CUDA_STATES_MB) if options.quick else devices.size(STATES_MB, CUDA_STATES_MB)
+    states = [1e6 * megabytes for megabytes in sizes]
+    # torchft has an environment of its own, with a torch for the host.
+    candidates = CANDIDATES[:1] if devices.for_cuda else CANDIDATES
     tcp_s = _raw_tcp()
-    measured = [(c, nbytes, _joins(c, nbytes, _QUICK_JOINS if options.quick else _JOINS)) for nbytes in states for c in CANDIDATES]
+    measured = [
+        (c, nbytes, _joins(c, nbytes, _QUICK_JOINS if options.quick else _JOINS, devices.flag)) for nbytes in states for c in candidates
+    ]
     tcp_s += _raw_tcp()
     tcp = NBYTES / statistics.median(tcp_s)
     rows = [
@@ -109,9 +117,10 @@ def measure(options: Options) -> Table:
             "survivors. Steps before the first one without the dead do not count. The transfer's rate is what the joiner's log says, from "
             "its first request to the last checksum; torchft says none. Raw TCP is one connection over loopback that moves 64 MiB into "
             "memory that is there already, before and after all else. Medians."
+            + devices.describe("", " Each worker has a GPU, on which weights and momentum are.")
         ),
         columns=("joins", "step s", "stall s", "longest stall s", "allowed s", "transfer GB/s", "x raw TCP"),
-        rows=tuple(rows),
+        rows=devices.named(rows),
         verdict=_verdict([(nbytes, joins) for candidate, nbytes, joins in measured if candidate.name == "shoal"], tcp),
     )
 
@@ -136,21 +145,21 @@ def row(name: str, command: str, nbytes: float, joins: Joins, tcp: float) -> Row
     return Row(name=f"{name}, {nbytes / 1e6:.0f} MB", command=command, cells=cells, samples=samples, failure=joins.failure)
 
 
-def _joins(candidate: Candidate, nbytes: float, count: int) -> Joins:
+def _joins(candidate: Candidate, nbytes: float, count: int, device: str) -> Joins:
     joins = Joins()
     try:
-        _kill_and_replace(candidate, nbytes, count, joins)
+        _kill_and_replace(candidate, nbytes, count, joins, device)
     except MeasurementError as error:
         joins.failure = str(error)
     return joins
 
 
-def _kill_and_replace(candidate: Candidate, nbytes: float, count: int, joins: Joins) -> None:
+def _kill_and_replace(candidate: Candidate, nbytes: float, count: int, joins: Joins, device: str) -> None:
     width = math.isqrt(round(nbytes / _BYTES_PER_WEIGHT / _SQUARE_LAYERS))
     with Stage() as stage:
         directory = stage.directory / "steps"
         directory.mkdir()
-        system = candidate.start(stage, Workload(log=directory, ranks=WORKERS, width=width, batch=BATCH))
+        system = candidate.start(stage, Workload(log=directory, ranks=WORKERS, width=width, batch=BATCH, device=device))
         logs = StepLogs(directory)
         since_ns = time.monotonic_ns()
         group = _whole(stage, logs, candidate, since_ns)

@@ -17,13 +17,14 @@ from functools import partial
 from typing import Final
 
 from benchmarks import plots
+from benchmarks.devices import Devices
 from benchmarks.errors import MeasurementError
 from benchmarks.figures import quantile
 from benchmarks.processes import Stage
 from benchmarks.recovery import Recovery
 from benchmarks.registry import Options
 from benchmarks.report import Row, Table
-from benchmarks.systems import ElasticTorchrun, Start, Torchft, TorchftSettings, start_shoal, start_torchrun
+from benchmarks.systems import ElasticTorchrun, Start, Torchft, TorchftSettings, start_bare, start_shoal, start_torchrun
 from benchmarks.workers.steplog import StepLogs
 from benchmarks.workers.workload import Workload
 
@@ -34,6 +35,21 @@ BATCH: Final = 32
 OF_FLOOR: Final = 1.4
 OF_FLOOR_OTHERS: Final = 2.0
 """Target, as a multiple of the floor, for 8 ranks, zero2 and fsdp; OF_FLOOR is that of ddp with few ranks."""
+CUDA_WIDTH: Final = 4096
+CUDA_BATCH: Final = 256
+CUDA_OF_FLOOR: Final = 2.0
+NOTICED_S: Final = 0.25
+"""How long after a connection has ended a Gloo group's watch ends the group (shoal_worker.backends.gloo.sockets.GRACE_S)."""
+_FLOOR: Final = (
+    "The bare floor is as many forked processes with a Gloo group and nothing else, which know what happened: they form a group anew and "
+    "take one step, whose only collective sums all gradients of the same model."
+)
+_FLOOR_OF_DEVICES: Final = (
+    f"The floor is a quarter of a second ({NOTICED_S:g} s), in which a death is noticed, and what as many processes that are warm take to "
+    "connect a new NCCL group and sum one number over it; an abort, the state's agreement and the step are not in it. The device has done "
+    "all it was told before a step counts as committed. torchft and elastic agents are not here: they have no CUDA in this environment, or "
+    "no device of their own for each agent."
+)
 _LONGEST_PHASE_S: Final = 0.1
 _START_TIMEOUT_S: Final = 120
 _RECOVERY_TIMEOUT_S: Final = 180
@@ -138,52 +154,65 @@ CANDIDATES: Final = (
 )
 
 
+CUDA_CANDIDATES: Final = (
+    *(replace(candidate, of_floor=CUDA_OF_FLOOR) for candidate in CANDIDATES if candidate.name.startswith("shoal")),
+    *(candidate for candidate in CANDIDATES if candidate.name == "torchrun, restart of all"),
+)
+"""Those that have CUDA in this environment, with all workers under one launcher, which gives each its device."""
+
+
 def measure(options: Options) -> Table:
     """See the module. About 12 minutes."""
-    chosen = [candidate for candidate in CANDIDATES if not options.quick or candidate.quick_kills]
+    devices = options.devices
+    candidates = CUDA_CANDIDATES if devices.for_cuda else CANDIDATES
+    chosen = [candidate for candidate in candidates if not options.quick or candidate.quick_kills]
     measured = [(candidate, _row(candidate, options)) for candidate in chosen]
-    floors = {ranks: _floor(options, ranks) for ranks in (WORKERS, MANY_WORKERS)}
+    floors = {ranks: (_floor_of_devices if devices.for_cuda else _floor)(options, ranks) for ranks in (WORKERS, MANY_WORKERS)}
     shares = [of_floor(row, floors[candidate.ranks]) for candidate, row in measured]
     rows = [*(with_share(row, share) for (_, row), share in zip(measured, shares, strict=True)), *floors.values()]
     plots.samples(options.output / "t1.png", rows, sample="pause_s", label="kill to next committed step, s")
     return Table(
         key="t1",
         title="SIGKILL of 1 worker to the next committed step of all survivors",
-        target=f"p50 <= {OF_FLOOR} x the bare floor of the same run; 8 ranks, zero2 and fsdp <= {OF_FLOOR_OTHERS} x theirs",
+        target=devices.describe(
+            f"p50 <= {OF_FLOOR} x the bare floor of the same run; 8 ranks, zero2 and fsdp <= {OF_FLOOR_OTHERS} x theirs",
+            f"p50 <= {CUDA_OF_FLOOR} x the floor of the same run: a quarter of a second, and connecting NCCL anew",
+        ),
         method=(
-            f"Workers, three where the row says no other number, train a {WIDTH}-wide perceptron, {BATCH} samples per rank and step, under "
+            f"Workers, three where the row says no other number, train a {devices.size(WIDTH, CUDA_WIDTH)}-wide perceptron, "
+            f"{devices.size(BATCH, CUDA_BATCH)} samples per rank and step, under "
             "ddp unless the row says otherwise. One is killed at a random moment, each rank in turn; the time ends when the last survivor "
             "has committed a step in a newer group. Then a replacement joins, and when all have done 20 steps together, the next one is "
             "killed. Shoal's launcher starts the replacement a quarter of a second after the death, on the same cores; torchft's starts "
             "after the measurement. torchrun restarts all workers, which load no checkpoint here; its elastic agents die with their "
             "worker, as a machine does. torchrun runs with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it a restarted Gloo group cannot "
-            "connect. "
-            "The bare floor is as many forked processes with a Gloo group and nothing else, which know what happened: they form a group "
-            "anew and take one step, whose only collective sums all gradients of the same model. Each row is compared with the floor of "
+            f"connect. {devices.describe(_FLOOR, _FLOOR_OF_DEVICES)} Each row is compared with the floor of "
             "its number of ranks. With few samples p99 is close to the largest one."
         ),
         columns=("kills", "p50 s", "p99 s", "max s", "p50, of floor"),
-        rows=tuple(rows),
+        rows=devices.named(rows),
         verdict=verdict((row.name, share, candidate.of_floor) for (candidate, row), share in zip(measured, shares, strict=True)),
     )
 
 
 def _row(candidate: Candidate, options: Options) -> Row:
     pauses: list[float] = []
-    failure = ""
+    failure = options.devices.lacking(candidate.name, candidate.ranks) or ""
     try:
-        _kill_and_time(candidate, candidate.quick_kills if options.quick else candidate.kills, pauses)
+        if not failure:
+            _kill_and_time(candidate, candidate.quick_kills if options.quick else candidate.kills, pauses, options.devices)
     except MeasurementError as error:
         failure = str(error)
     return _described(candidate.name, candidate.command, pauses, failure)
 
 
-def _kill_and_time(candidate: Candidate, kills: int, pauses: list[float]) -> None:
+def _kill_and_time(candidate: Candidate, kills: int, pauses: list[float], devices: Devices) -> None:
     generator = random.Random(0)
     with Stage() as stage:
         directory = stage.directory / "steps"
         directory.mkdir()
-        system = candidate.start(stage, Workload(log=directory, ranks=candidate.ranks, width=WIDTH, batch=BATCH))
+        width, batch = devices.size(WIDTH, CUDA_WIDTH), devices.size(BATCH, CUDA_BATCH)
+        system = candidate.start(stage, Workload(log=directory, ranks=candidate.ranks, width=width, batch=batch, device=devices.flag))
         logs = StepLogs(directory)
         for turn in range(kills):
             recovery = Recovery(logs, workers=candidate.ranks, recovered=candidate.recovered, restarted=candidate.restarted)
@@ -212,6 +241,23 @@ def _floor(options: Options, ranks: int) -> Row:
         except MeasurementError as error:
             failure = str(error)
     return _described(f"bare Gloo floor, {ranks} ranks", " ".join(["python", *words]), pauses, failure)
+
+
+def _floor_of_devices(options: Options, ranks: int) -> Row:
+    """A row of what no recovery over NCCL can be quicker than, as it is: see `_FLOOR_OF_DEVICES`."""
+    devices, pauses = options.devices, []
+    words = ["--standalone", "--nproc-per-node", str(ranks), "-m", "benchmarks.workers.bare_connect", "--device", devices.flag]
+    words += ["--times", "3" if options.quick else "10"]
+    failure = devices.lacking("the floor", ranks) or ""
+    with Stage() as stage:
+        output = stage.directory / "connecting.json"
+        try:
+            if not failure:
+                stage.finish(start_bare(stage, [*words, "--output", str(output)]).process, timeout_s=600)
+                pauses = [NOTICED_S + seconds for seconds in json.loads(output.read_text())]
+        except MeasurementError as error:
+            failure = str(error)
+    return _described(f"noticed, and connected anew, {ranks} ranks", " ".join(["torchrun", *words]), pauses, failure)
 
 
 def _described(name: str, command: str, pauses: Sequence[float], failure: str) -> Row:

@@ -14,7 +14,17 @@ from typing import Any, Final
 from benchmarks import plots, turns
 from benchmarks.registry import Options
 from benchmarks.report import Row, Table
-from benchmarks.sharded_step import BATCH, QUICK_ROUNDS, ROUNDS, STEPS_PER_BLOCK, Comparison, compare, torch_peer
+from benchmarks.sharded_step import (
+    BATCH,
+    CUDA_BATCH,
+    ON_DEVICES,
+    QUICK_ROUNDS,
+    ROUNDS,
+    STEPS_PER_BLOCK,
+    Comparison,
+    compare,
+    torch_peer,
+)
 from benchmarks.systems import start_strategy
 from benchmarks.turns import Side
 
@@ -45,24 +55,26 @@ COMPARISONS: Final = (
 
 def measure(options: Options) -> Table:
     """See the module. About 3 minutes."""
-    rounds = QUICK_ROUNDS if options.quick else ROUNDS
-    rows = [row for comparison in COMPARISONS for ranks in comparison.ranks for row in compare(comparison, ranks, rounds)]
+    devices = options.devices
+    rounds = devices.rounds(QUICK_ROUNDS if options.quick else ROUNDS)
+    rows = [row for comparison in COMPARISONS for ranks in comparison.ranks for row in compare(comparison, ranks, rounds, devices)]
     plots.samples(options.output / "t7.png", rows, sample="ratio", label="Shoal's mean step of a block over the peer's", target=TARGET)
     return Table(
         key="t7",
         title="Steps of ddp, tensor, pipeline and hybrid against torch's own",
         target=f"<= {TARGET} x",
         method=(
-            f"The decoder of T6, {BATCH} samples per replica and step; tensor and pipeline are one replica, hybrid is two of two ranks. "
-            f"The two systems of a comparison take turns in blocks of {STEPS_PER_BLOCK} steps, {rounds} rounds; the ratio is the median of "
+            f"The decoder of T6, {devices.size(BATCH, CUDA_BATCH)} samples per replica and step; tensor and pipeline are one replica, "
+            f"hybrid is two of two ranks. The two systems of a comparison take turns in blocks of {STEPS_PER_BLOCK} steps, "
+            f"{rounds} rounds; the ratio is the median of "
             "Shoal's mean step over the peer's of the same round, with its 95 % confidence interval (bootstrap over rounds), and stands in "
             "the peer's row. Tensor splits attention by heads and perceptrons by their middle on both sides, Shoal embedding and output "
             "layer as well; torch's replicas of hybrid keep parameters gathered (reshard_after_forward=False), which sends what an "
             f"all-reduce does; the pipelines run 1F1B with {MICRO_BATCHES} micro-batches. Shoal runs with launcher, coordinator and "
-            "metrics. Two ranks have a core each, four share two."
+            f"metrics. {devices.describe('Two ranks have a core each, four share two.', ON_DEVICES)}"
         ),
         columns=turns.COLUMNS,
-        rows=tuple(rows),
+        rows=devices.named(rows),
         verdict=_verdict(rows),
     )
 

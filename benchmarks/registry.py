@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol, cast
 
+from benchmarks.devices import HOST, Devices
 from benchmarks.report import Table
 
 
@@ -18,6 +19,8 @@ class Options:
     """Few repetitions: does it work at all? The figures are rough."""
     output: Path
     """An existing directory."""
+    devices: Devices = HOST
+    """What the workers compute on."""
 
 
 class Measure(Protocol):
@@ -35,6 +38,8 @@ class Benchmark:
     key: str
     title: str
     module: str
+    on_devices: int | None = None
+    """With how few CUDA devices it can be made on them; None: it is measured on the host alone."""
 
     def measure(self, options: Options) -> Table:
         """Runs it; takes minutes."""
@@ -42,14 +47,18 @@ class Benchmark:
 
 
 BENCHMARKS: Final = (
-    Benchmark(key="t1", title="SIGKILL of 1 worker to the next committed step", module="benchmarks.kill_recovery"),
-    Benchmark(key="t2", title="Step time against bare torch DDP", module="benchmarks.step_time"),
-    Benchmark(key="t3", title="Joining: stall of the survivors, transfer of the state", module="benchmarks.join_stall"),
+    Benchmark(key="t1", title="SIGKILL of 1 worker to the next committed step", module="benchmarks.kill_recovery", on_devices=3),
+    Benchmark(key="t2", title="Step time against bare torch DDP", module="benchmarks.step_time", on_devices=2),
+    Benchmark(key="t3", title="Joining: stall of the survivors, transfer of the state", module="benchmarks.join_stall", on_devices=3),
     Benchmark(key="t4", title="Parameter server: push and pull over sockets", module="benchmarks.ps_transfer"),
     Benchmark(key="t5", title="Parameter server: push and pull through shared memory", module="benchmarks.ps_shared_memory"),
     Benchmark(key="t4c", title="Parameter server: curves over size, tensors, clients and servers", module="benchmarks.ps_curves"),
-    Benchmark(key="t6", title="Sharded steps against FSDP2, ZeroRedundancyOptimizer and DeepSpeed", module="benchmarks.sharded_step"),
-    Benchmark(key="t7", title="Steps of ddp, tensor, pipeline and hybrid against torch's own", module="benchmarks.parallel_step"),
+    Benchmark(
+        key="t6", title="Sharded steps against FSDP2, ZeroRedundancyOptimizer and DeepSpeed", module="benchmarks.sharded_step", on_devices=2
+    ),
+    Benchmark(
+        key="t7", title="Steps of ddp, tensor, pipeline and hybrid against torch's own", module="benchmarks.parallel_step", on_devices=2
+    ),
     Benchmark(key="t8", title="Memory and bytes on the wire of each strategy", module="benchmarks.memory_and_wire"),
     Benchmark(key="t9", title="Compressed gradients over a slow link", module="benchmarks.compression_link"),
     Benchmark(key="t10", title="One slow worker: time to the same loss", module="benchmarks.straggler_loss"),

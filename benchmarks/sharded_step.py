@@ -13,11 +13,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+import torch
+
 from benchmarks import plots, turns
+from benchmarks.devices import HOST, Devices
 from benchmarks.registry import Options
 from benchmarks.report import Row, Table
 from benchmarks.systems import start_deepspeed, start_module, start_strategy
 from benchmarks.turns import Course, Side, take_turns
+from benchmarks.workers import blocks
 
 WIDTH: Final = 256
 BATCH: Final = 4
@@ -29,6 +33,11 @@ QUICK_ROUNDS: Final = 4
 _LARGE_WIDTH: Final = 768
 """For blocks of a size as larger models have them; communication alone."""
 _COLLECTIVES: Final = "communication alone"
+_ON_THE_HOST: Final = (
+    "DeepSpeed runs on its CPU accelerator over Gloo, with torch's AdamW and its default settings. Communication alone is what a fully "
+    "sharded step sends, called as FSDP2 does, two gatherings and one reduce-scatter of each block without computing, of this decoder, and "
+    f"of one {_LARGE_WIDTH} wide. Two ranks have a core each, four share two."
+)
 
 
 def strategy(name: str) -> Side:
@@ -88,35 +97,59 @@ COMPARISONS: Final = (
 )
 
 
+CUDA_COMPARISONS: Final = (
+    Comparison(ours=strategy("zero1"), theirs=(torch_peer("ZeroRedundancyOptimizer and DDP", "zero-redundancy"),), ranks=(2, 8)),
+    Comparison(ours=strategy("zero2"), theirs=(), ranks=(2, 8)),
+    Comparison(ours=strategy("fsdp"), theirs=(torch_peer("FSDP2", "fsdp2"),), ranks=(2, 8)),
+)
+"""Without DeepSpeed, whose environment has a torch for the host."""
+CUDA_WIDTH: Final = 2048
+CUDA_BATCH: Final = 256
+ON_DEVICES: Final = "Each rank has a GPU and sends over NCCL; a block's time begins and ends when the device has done all it was told."
+
+
 def measure(options: Options) -> Table:
     """See the module. About 4 minutes."""
-    rounds = QUICK_ROUNDS if options.quick else ROUNDS
-    rows = [row for comparison in COMPARISONS for ranks in comparison.ranks for row in compare(comparison, ranks, rounds)]
+    devices = options.devices
+    rounds = devices.rounds(QUICK_ROUNDS if options.quick else ROUNDS)
+    comparisons = CUDA_COMPARISONS if devices.for_cuda else COMPARISONS
+    rows = [row for comparison in comparisons for ranks in comparison.ranks for row in compare(comparison, ranks, rounds, devices)]
+    width, batch = devices.size(WIDTH, CUDA_WIDTH), devices.size(BATCH, CUDA_BATCH)
+    parameters = sum(p.numel() for p in _decoder(width).parameters())
     plots.samples(options.output / "t6.png", rows, sample="ratio", label="Shoal's mean step of a block over the peer's", target=STEP_TARGET)
     return Table(
         key="t6",
         title="Sharded steps against torch's FSDP2 and ZeroRedundancyOptimizer, and DeepSpeed",
         target="communication at least 2 x as fast, the step never slower",
         method=(
-            f"A decoder of four blocks, {WIDTH} wide (3.4 million parameters, 13.6 MB in float32), AdamW, {BATCH} samples of 16 tokens per "
-            f"rank and step, on Gloo over loopback. The systems of a comparison take turns in blocks of {STEPS_PER_BLOCK} steps, {rounds} "
-            "rounds; the ratio is the median of Shoal's mean step over the peer's of the same round, with its 95 % confidence interval "
+            f"A decoder of four blocks, {width} wide ({parameters / 1e6:.1f} million parameters, {4 * parameters / 1e6:.1f} MB in "
+            f"float32), AdamW, {batch} samples of 16 tokens per rank and step{devices.describe(', on Gloo over loopback', '')}. The "
+            f"systems of a comparison take turns in blocks of {STEPS_PER_BLOCK} steps, {rounds} rounds; the ratio is the "
+            "median of Shoal's mean step over the peer's of the same round, with its 95 % confidence interval "
             "(bootstrap over rounds), and stands in the peer's row. Shoal runs with launcher, coordinator and metrics, its step sends "
             "gradient shards to a peer's memory as well, and it updates that mirror too; the peers lose their state with a rank. "
-            "DeepSpeed runs on its CPU accelerator over Gloo, with torch's AdamW and its default settings. Communication alone is what a "
-            "fully sharded step sends, called as FSDP2 does, two gatherings and one reduce-scatter of each block without computing, of "
-            f"this decoder, and of one {_LARGE_WIDTH} wide. Two ranks have a core each, four share two."
+            + devices.describe(_ON_THE_HOST, ON_DEVICES)
         ),
         columns=turns.COLUMNS,
-        rows=tuple(rows),
+        rows=devices.named(rows),
         verdict=_verdict(rows),
     )
 
 
-def compare(comparison: Comparison, ranks: int, rounds: int) -> list[Row]:
+def compare(comparison: Comparison, ranks: int, rounds: int, devices: Devices = HOST) -> list[Row]:
     """Shoal's row, and the peers' with Shoal's ratio to each."""
-    course = Course(ranks=ranks, width=comparison.width, batch=BATCH, rounds=rounds, steps_per_block=STEPS_PER_BLOCK, warm_up_blocks=1)
     sides = (comparison.ours, *comparison.theirs)
+    if (failure := devices.lacking(f"a comparison of {ranks} ranks", ranks)) is not None:
+        return [Row(name=f"{side.name}, {ranks} ranks", command=side.command, cells={}, failure=failure) for side in sides]
+    course = Course(
+        ranks=ranks,
+        width=devices.size(comparison.width, CUDA_WIDTH),
+        batch=devices.size(BATCH, CUDA_BATCH),
+        rounds=rounds,
+        steps_per_block=STEPS_PER_BLOCK,
+        warm_up_blocks=1,
+        device=devices.flag,
+    )
     outcomes = take_turns(sides, course)
     return [
         turns.row(
@@ -127,6 +160,11 @@ def compare(comparison: Comparison, ranks: int, rounds: int) -> list[Row]:
         )
         for side in sides
     ]
+
+
+def _decoder(width: int) -> torch.nn.Module:
+    with torch.device("meta"):
+        return blocks.Decoder(width)
 
 
 def _verdict(rows: Sequence[Row]) -> str:

@@ -111,6 +111,11 @@ def start_module(stage: Stage, workload: Workload, *, module: str, more: Sequenc
     return WithLauncher(stage, [_beside_python("torchrun"), *flags, "-m", module, *more, *workload.arguments()])
 
 
+def start_bare(stage: Stage, words: Sequence[str]) -> WithLauncher:
+    """torchrun with these words, whose workers end by themselves."""
+    return WithLauncher(stage, [_beside_python("torchrun"), *words])
+
+
 def start_deepspeed(stage: Stage, workload: Workload, *, zero_stage: int) -> WithLauncher:
     """DeepSpeed in the peers' environment. Raises MeasurementError where it is not installed."""
     peers.deepspeed_version()

@@ -48,6 +48,8 @@ class Course:
     steps_per_block: int
     warm_up_blocks: int
     """Before the rounds; they do not count."""
+    device: str = "cpu"
+    """What the workers are told to compute on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +136,10 @@ def _starting(side: Side, course: Course) -> Iterator[_Started]:
         directory.mkdir()
         socket = stage.directory / "gate"
         with Gate(socket, ranks=course.ranks, timeout_s=_TIMEOUT_S) as gate:
-            side.start(stage, Workload(log=directory, ranks=course.ranks, width=course.width, batch=course.batch, gate=socket))
+            workload = Workload(
+                log=directory, ranks=course.ranks, width=course.width, batch=course.batch, device=course.device, gate=socket
+            )
+            side.start(stage, workload)
             stage.wait_until(f"{side.name}: first steps of {course.ranks} workers", gate.complete, timeout_s=_TIMEOUT_S)
             yield _Started(gate=gate, processes=stage.processes())
             gate.dismiss()

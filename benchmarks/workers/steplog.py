@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -31,15 +32,20 @@ class Commit(NamedTuple):
 class StepLog:
     """Writes this process's file, and runs blocks of steps as the gate says. Used from the training thread alone."""
 
-    def __init__(self, directory: Path, *, steps: int, gate: Path | None) -> None:
-        """Raises OSError if the directory or the gate is not there."""
+    def __init__(self, directory: Path, *, steps: int, gate: Path | None, settle: Callable[[], None] | None = None) -> None:
+        """`settle` returns once a device has done all that it was told: before each commit that is noted, or with a gate before a block's
+        time begins and ends, so that a device that is behind counts, and does not stand still within a block. Raises OSError if the
+        directory or the gate is not there."""
         self._file = os.open(directory / f"{os.getpid()}.steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._limit = steps
         self._committed = 0
-        self._gate = Gate(gate) if gate is not None else None
+        self._settle = settle if gate is None else None
+        self._gate = Gate(gate, settle) if gate is not None else None
 
     def committed(self, *, group: int, world_size: int, rank: int, step: int) -> None:
         """Notes a committed step. With a gate, blocks between blocks of steps."""
+        if self._settle is not None:
+            self._settle()
         os.write(self._file, b"%d %d %d %d %d\n" % (time.monotonic_ns(), group, world_size, rank, step))
         self._committed += 1
         if self._gate is not None:
@@ -55,8 +61,9 @@ class Gate:
     """The worker's end of the harness's socket. Protocol, in lines: the worker says its rank after its first step, and later the times of
     each block in nanoseconds; the harness says how many steps the next block has, 0 to leave."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, settle: Callable[[], None] | None = None) -> None:
         self._path = path
+        self._settle = settle
         self._socket = socket.socket(socket.AF_UNIX)
         self._lines = self._socket.makefile("r")
         self._left = 0
@@ -68,6 +75,8 @@ class Gate:
 
     def step_done(self, rank: int) -> None:
         """Takes the step's time; at a block's end reports it and waits for the next."""
+        if self._settle is not None and (not self._open or self._skip == 1 or self._left == 1):
+            self._settle()
         now = time.perf_counter_ns()
         if not self._open:
             self._open = True

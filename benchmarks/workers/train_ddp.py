@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from benchmarks.workers import training
+from benchmarks.workers.placing import joining, loading, place, settling
 from benchmarks.workers.steplog import StepLog
 from benchmarks.workers.workload import parser, workload_of
 
@@ -19,18 +20,20 @@ def main() -> None:
     """Trains until told otherwise. After a restart it starts from scratch: writing and reading checkpoints is not charged to torchrun."""
     group = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     workload = workload_of(parser().parse_args())
-    dist.init_process_group("gloo")
-    net = training.network(workload)
+    device = place(workload, int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(**joining(device))
+    net = training.network(workload).to(device)
     optimizer = training.optimizer_of(net)
     model = DistributedDataParallel(net)
     dataset = training.dataset(workload)
     sampler: DistributedSampler[Any] = DistributedSampler(dataset)
-    loader = DataLoader(dataset, batch_size=workload.batch, sampler=sampler)
-    log = StepLog(workload.log, steps=workload.steps, gate=workload.gate)
+    loader = DataLoader(dataset, batch_size=workload.batch, sampler=sampler, **loading(device))
+    log = StepLog(workload.log, steps=workload.steps, gate=workload.gate, settle=settling(device))
     step = 0
     for epoch in range(training.MANY_EPOCHS):
         sampler.set_epoch(epoch)
-        for inputs, labels in loader:
+        for batch in loader:
+            inputs, labels = (each.to(device, non_blocking=True) for each in batch)
             training.loss_fn(model(inputs), labels).backward()
             optimizer.step()
             step += 1

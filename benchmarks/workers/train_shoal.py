@@ -8,6 +8,7 @@ import logging
 import shoal
 
 from benchmarks.workers import training
+from benchmarks.workers.placing import loading, place, settling
 from benchmarks.workers.steplog import StepLog
 from benchmarks.workers.workload import parser, workload_of
 
@@ -28,14 +29,16 @@ def main() -> None:
         logging.basicConfig(level=logging.INFO)
     workload = workload_of(options)
     shoal.init()
-    net = training.network(workload)
+    device = shoal.device() if workload.device == "cuda" else place(workload, 0)
+    net = training.network(workload).to(device)
     every = options.consistency_check_every
     settings = {} if every is None else {"consistency_check_every": every}
     model, optimizer = shoal.as_distributed(net, training.optimizer_of(net), strategy=options.strategy, **settings)
-    loader = shoal.ElasticDataLoader(training.dataset(workload), global_batch_size=workload.global_batch)
-    log = StepLog(workload.log, steps=workload.steps, gate=workload.gate)
+    loader = shoal.ElasticDataLoader(training.dataset(workload), global_batch_size=workload.global_batch, **loading(device))
+    log = StepLog(workload.log, steps=workload.steps, gate=workload.gate, settle=settling(device))
     for _ in loader.epochs(training.MANY_EPOCHS):
-        for inputs, labels in loader:
+        for batch in loader:
+            inputs, labels = (each.to(device, non_blocking=True) for each in batch)
             training.loss_fn(model(inputs), labels).backward()
             if optimizer.step():
                 log.committed(group=shoal.generation(), world_size=shoal.world_size(), rank=shoal.rank(), step=loader.global_step)

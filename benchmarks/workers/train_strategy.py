@@ -10,6 +10,7 @@ import shoal
 import torch
 
 from benchmarks.workers import blocks
+from benchmarks.workers.placing import loading, place, settling
 from benchmarks.workers.steplog import StepLog
 from benchmarks.workers.workload import parser, workload_of
 
@@ -39,13 +40,15 @@ def main() -> None:
     options = flags.parse_args()
     workload = workload_of(options)
     shoal.init()
-    net = blocks.network(workload)
+    device = shoal.device() if workload.device == "cuda" else place(workload, 0)
+    net = blocks.network(workload).to(device)
     model, optimizer = shoal.as_distributed(net, blocks.optimizer_of(net), strategy=options.strategy, **options.options)
     global_batch = workload.batch * (options.replicas or workload.ranks)
-    loader = shoal.ElasticDataLoader(blocks.dataset(workload), global_batch_size=global_batch)
-    log = StepLog(workload.log, steps=workload.steps, gate=workload.gate)
+    loader = shoal.ElasticDataLoader(blocks.dataset(workload), global_batch_size=global_batch, **loading(device))
+    log = StepLog(workload.log, steps=workload.steps, gate=workload.gate, settle=settling(device))
     for _ in loader.epochs(blocks.MANY_EPOCHS):
-        for inputs, labels in loader:
+        for batch in loader:
+            inputs, labels = (each.to(device, non_blocking=True) for each in batch)
             take_pass(model, options.strategy, inputs, labels)
             if optimizer.step():
                 log.committed(group=shoal.generation(), world_size=shoal.world_size(), rank=shoal.rank(), step=loader.global_step)

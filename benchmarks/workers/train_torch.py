@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from benchmarks.workers import blocks
+from benchmarks.workers.placing import joining, loading, place, settling
 from benchmarks.workers.steplog import StepLog
 from benchmarks.workers.workload import Workload, parser, workload_of
 
@@ -44,16 +46,18 @@ def main() -> None:
     flags.add_argument("--with", dest="peer", choices=sorted(_PEERS), required=True)
     options = flags.parse_args()
     workload = workload_of(options)
-    dist.init_process_group("gloo")
-    peer = _PEERS[options.peer](workload)
+    device = place(workload, int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(**joining(device))
+    peer = _PEERS[options.peer](workload, device)
     dataset = blocks.dataset(workload)
     sampler: DistributedSampler[Any] = DistributedSampler(dataset, peer.replicas, peer.replica)
-    loader = DataLoader(dataset, batch_size=workload.batch, sampler=sampler)
-    log = StepLog(workload.log, steps=workload.steps, gate=workload.gate)
+    loader = DataLoader(dataset, batch_size=workload.batch, sampler=sampler, **loading(device))
+    log = StepLog(workload.log, steps=workload.steps, gate=workload.gate, settle=settling(device))
     step = 0
     for epoch in range(blocks.MANY_EPOCHS):
         sampler.set_epoch(epoch)
-        for inputs, labels in loader:
+        for batch in loader:
+            inputs, labels = (each.to(device, non_blocking=True) for each in batch)
             peer.backward(inputs, labels)
             peer.optimizer.step()
             step += 1
@@ -75,27 +79,27 @@ def _plain(model: nn.Module, optimizer: torch.optim.Optimizer, *, shared: bool =
     return Peer(backward=backward, optimizer=optimizer, replicas=replicas, replica=replica)
 
 
-def _ddp(workload: Workload) -> Peer:
-    net = blocks.network(workload)
+def _ddp(workload: Workload, device: torch.device) -> Peer:
+    net = blocks.network(workload).to(device)
     return _plain(DistributedDataParallel(net), blocks.optimizer_of(net))
 
 
-def _zero_redundancy(workload: Workload) -> Peer:
-    net = blocks.network(workload)
+def _zero_redundancy(workload: Workload, device: torch.device) -> Peer:
+    net = blocks.network(workload).to(device)
     model = DistributedDataParallel(net)
     return _plain(model, ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=1e-4))
 
 
-def _fsdp2(workload: Workload) -> Peer:
-    net = blocks.network(workload)
+def _fsdp2(workload: Workload, device: torch.device) -> Peer:
+    net = blocks.network(workload).to(device)
     for block in net.layers:
         fully_shard(block)
     fully_shard(net)
     return _plain(net, blocks.optimizer_of(net))
 
 
-def _tensor(workload: Workload) -> Peer:
-    net = _split_blocks(blocks.network(workload), init_device_mesh("cpu", (workload.ranks,)))
+def _tensor(workload: Workload, device: torch.device) -> Peer:
+    net = _split_blocks(blocks.network(workload).to(device), init_device_mesh(device.type, (workload.ranks,)))
     return _plain(net, blocks.optimizer_of(net), shared=True)
 
 
@@ -123,10 +127,10 @@ class _Stage(nn.Module):
         return out
 
 
-def _pipelining(workload: Workload, schedule: type[Schedule1F1B] | type[ScheduleGPipe] = Schedule1F1B) -> Peer:
+def _pipelining(workload: Workload, device: torch.device, schedule: type[Schedule1F1B] | type[ScheduleGPipe] = Schedule1F1B) -> Peer:
     rank, stages = dist.get_rank(), dist.get_world_size()
-    part = _Stage(blocks.network(workload), stage=rank, stages=stages)
-    runs = schedule(PipelineStage(part, rank, stages, torch.device("cpu")), n_microbatches=MICRO_BATCHES, loss_fn=blocks.loss_fn)
+    part = _Stage(blocks.network(workload), stage=rank, stages=stages).to(device)
+    runs = schedule(PipelineStage(part, rank, stages, device), n_microbatches=MICRO_BATCHES, loss_fn=blocks.loss_fn)
 
     def backward(inputs: torch.Tensor, labels: torch.Tensor) -> None:
         if rank == 0:
@@ -139,11 +143,11 @@ def _pipelining(workload: Workload, schedule: type[Schedule1F1B] | type[Schedule
     return Peer(backward=backward, optimizer=blocks.optimizer_of(part), replicas=1, replica=0)
 
 
-def _tensor_and_fsdp2(workload: Workload) -> Peer:
+def _tensor_and_fsdp2(workload: Workload, device: torch.device) -> Peer:
     """Tensor parallelism within pairs of ranks, data parallelism between them by FSDP2, as torch's two-dimensional recipe has it: its DDP
     sees only what is not split. Parameters stay gathered between the passes, so that as much is sent as by an all-reduce."""
-    mesh = init_device_mesh("cpu", (workload.ranks // 2, 2), mesh_dim_names=("data", "tensor"))
-    net = _split_blocks(blocks.network(workload), mesh["tensor"])
+    mesh = init_device_mesh(device.type, (workload.ranks // 2, 2), mesh_dim_names=("data", "tensor"))
+    net = _split_blocks(blocks.network(workload).to(device), mesh["tensor"])
     for block in net.layers:
         fully_shard(block, mesh=mesh["data"], reshard_after_forward=False)
     fully_shard(net, mesh=mesh["data"], reshard_after_forward=False)
@@ -155,7 +159,7 @@ def _tensor_and_fsdp2(workload: Workload) -> Peer:
     return Peer(backward=backward, optimizer=optimizer, replicas=mesh["data"].size(), replica=mesh["data"].get_local_rank())
 
 
-_PEERS: Final[dict[str, Callable[[Workload], Peer]]] = {
+_PEERS: Final[dict[str, Callable[[Workload, torch.device], Peer]]] = {
     "ddp": _ddp,
     "zero-redundancy": _zero_redundancy,
     "fsdp2": _fsdp2,

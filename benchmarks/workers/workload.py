@@ -21,6 +21,8 @@ class Workload:
     """Samples per rank and step."""
     steps: int = 0
     """Leave after so many; 0: when told to."""
+    device: str = "cpu"
+    """What workers compute on: "cpu", or "cuda", each worker on a device of its own."""
     gate: Path | None = None
     """Socket of the harness that says when to run how many steps; None: run on."""
 
@@ -32,6 +34,7 @@ class Workload:
             f"--width={self.width}",
             f"--batch={self.batch}",
             f"--steps={self.steps}",
+            f"--device={self.device}",
         ]
         return words if self.gate is None else [*words, f"--gate={self.gate}"]
 
@@ -46,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser()
     flags.add_argument("--step-logs", dest="log", type=Path, required=True)
     flags.add_argument("--gate", type=Path)
+    flags.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     for name in ("ranks", "width", "batch", "steps"):
         flags.add_argument(f"--{name}", type=int, required=True)
     return flags
@@ -53,4 +57,12 @@ def parser() -> argparse.ArgumentParser:
 
 def workload_of(options: argparse.Namespace) -> Workload:
     """What the flags say."""
-    return Workload(log=options.log, ranks=options.ranks, width=options.width, batch=options.batch, steps=options.steps, gate=options.gate)
+    return Workload(
+        log=options.log,
+        ranks=options.ranks,
+        width=options.width,
+        batch=options.batch,
+        steps=options.steps,
+        device=options.device,
+        gate=options.gate,
+    )

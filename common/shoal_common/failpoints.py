@@ -12,6 +12,7 @@ Workers:
     norms.before_gather         a synchronized norm has this rank's statistics, and the other ranks' are not there
     whole_batch.before_headers  this rank's rows are there, and the others do not know how many
     whole_batch.before_rows     all know how many rows each rank has, and have only their own
+    reduction.under_way         this rank has started to sum some of the step's gradients, and waits for none
     reduction.completed         the step's gradients are summed, and it is not sealed on this rank
     sharded.sealed              this rank's part of the summed gradients is with its buddy
     step.closed                 the closing came back, and this rank has not looked at it

@@ -140,6 +140,18 @@ def interface_variables(environment: Mapping[str, str], interface: str | None) -
     return {name: value for name, value in wanted.items() if not environment.get(name)}
 
 
+def visible_slices(environment: Mapping[str, str]) -> list[str]:
+    """The slices of GPUs (NVIDIA's MIG) that CUDA_VISIBLE_DEVICES lists; empty: it lists none, or whole devices as well."""
+    listed = [each.strip() for each in environment.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    return listed if all(each.startswith("MIG-") for each in listed) else []
+
+
+def slice_variables(environment: Mapping[str, str], *, index: int) -> dict[str, str]:
+    """The one slice that worker `index` sees, where the launcher is shown several: CUDA gives a process the first of a list alone."""
+    slices = visible_slices(environment)
+    return {"CUDA_VISIBLE_DEVICES": slices[index % len(slices)]} if slices else {}
+
+
 def metrics_listen(environment: Mapping[str, str], *, index: int, enabled: bool) -> str | None:
     """Where worker `index` serves its metrics: SHOAL_METRICS_LISTEN, with the index added to a fixed port; else any port of loopback."""
     if not enabled:

@@ -19,10 +19,14 @@ from typing import Final
 
 from shoal_common.errors import ConfigurationError
 
+from shoal.launcher.environment import visible_slices
+
 _MOST_WORKERS: Final = 10_000
 _PLAIN_GRACE: Final = timedelta(seconds=30)
 _ELASTIC_GRACE: Final = timedelta(minutes=5)
 _COUNT_DEVICES: Final = "import torch; print(torch.cuda.device_count())"
+_DRIVERS: Final = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/nvmap"))
+"""What there is of a CUDA driver: of Linux's, of Windows' under WSL 2, of a Jetson's."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,11 @@ def parse_workers(text: str) -> int:
 
 
 def cuda_devices() -> int:
-    """CUDA devices as torch counts them. torch is asked in a process of its own, and only where there is a driver: importing it is slow."""
-    if not Path("/dev/nvidiactl").exists():
+    """CUDA devices as torch counts them, or the slices of them that CUDA_VISIBLE_DEVICES lists, of which torch sees one in each process.
+    torch is asked in a process of its own, and only where there is a driver: importing it is slow."""
+    if slices := visible_slices(os.environ):
+        return len(slices)
+    if not any(driver.exists() for driver in _DRIVERS):
         return 0
     answer = subprocess.run([sys.executable, "-c", _COUNT_DEVICES], capture_output=True, text=True, timeout=120, check=False)
     if answer.returncode != 0:

@@ -29,6 +29,7 @@ from shoal.launcher.environment import (
     interface_variables,
     metrics_listen,
     shoal_variables,
+    slice_variables,
     torchrun_variables,
 )
 from shoal.launcher.output import OutputPump, Source, Stream, rank_prefix
@@ -173,6 +174,7 @@ class WorkerStarter:
             **inherited(os.environ, workers=settings.workers, local=settings.endpoint is None),
             **({} if settings.endpoint is None else secrets_as_files(self._directory)),
             **self._interface_variables(),
+            **slice_variables(os.environ, index=placement.index),
             **torchrun_variables(
                 placement,
                 run_id=settings.job_id,

@@ -223,3 +223,10 @@ def test_a_lost_terminal_does_not_end_the_workers(shell: Shell, tmp_path: Path) 
     pipeline = shell.start_program("bash", "-c", f"set -o pipefail; {sys.executable} -m shoal run {script} | head -1")
     assert pipeline.wait() == 0, pipeline.stderr
     assert (tmp_path / "done").exists()
+
+
+def test_each_worker_of_slices_of_gpus_sees_its_own(shell: Shell) -> None:
+    script = shell.script("import os\nprint('sees', os.environ['LOCAL_RANK'], os.environ['CUDA_VISIBLE_DEVICES'])\n")
+    status, out, err = shell.run("run", "--standalone", "--nproc-per-node=gpu", script, CUDA_VISIBLE_DEVICES="MIG-aa,MIG-bb")
+    assert status == 0, err
+    assert [line for line in lines_of(out) if line.startswith("sees")] == ["sees 0 MIG-aa", "sees 1 MIG-bb"]

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from shoal.launcher import settings as launcher_settings
 from shoal.launcher.jobs import new_job_id
 from shoal.launcher.settings import LogSettings, NodeRange, RunSettings, Streams, parse_workers, worker_command
 from shoal_common.errors import ConfigurationError
@@ -37,6 +38,30 @@ def test_workers_are_a_number_or_what_the_machine_has() -> None:
 def test_wrong_numbers_of_workers_are_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigurationError, match="--nproc-per-node"):
         parse_workers(text)
+
+
+def torch_that_sees(devices: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher's machine has a driver, and a torch that counts so many devices."""
+    (directory / "torch.py").write_text(f"class cuda:\n    device_count = staticmethod(lambda: {devices})\n")
+    monkeypatch.setenv("PYTHONPATH", str(directory))
+    monkeypatch.setattr(launcher_settings, "_DRIVERS", (directory,))
+
+
+def test_gpu_and_auto_are_as_many_workers_as_torch_sees_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_that_sees("4", tmp_path, monkeypatch)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert parse_workers("gpu") == parse_workers("auto") == 4
+
+
+def test_a_torch_that_cannot_count_is_told_with_what_it_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_that_sees("1 / 0", tmp_path, monkeypatch)
+    with pytest.raises(ConfigurationError, match=r"(?s)cannot count the CUDA devices.*ZeroDivisionError.*give --nproc-per-node a number"):
+        parse_workers("gpu")
+
+
+def test_slices_of_gpus_are_counted_by_their_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-aa, MIG-bb,MIG-cc")
+    assert parse_workers("gpu") == 3
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has GPUs")

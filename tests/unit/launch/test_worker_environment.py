@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shoal.launcher.environment import NodePlacement, WorkerPlacement, inherited, interface_variables, metrics_listen, torchrun_variables
+from shoal.launcher.environment import (
+    NodePlacement,
+    WorkerPlacement,
+    inherited,
+    interface_variables,
+    metrics_listen,
+    slice_variables,
+    torchrun_variables,
+)
 
 
 def test_ranks_follow_the_node_and_the_index() -> None:
@@ -54,6 +62,13 @@ def test_torch_is_told_the_interface_where_nobody_has_said_another() -> None:
     assert interface_variables({}, "eth1") == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
     assert interface_variables({"GLOO_SOCKET_IFNAME": "eth0"}, "eth1") == {"NCCL_SOCKET_IFNAME": "=eth1"}
     assert interface_variables({}, None) == {}
+
+
+def test_each_worker_sees_one_slice_where_the_launcher_sees_several() -> None:
+    slices = {"CUDA_VISIBLE_DEVICES": "MIG-aa, MIG-bb"}
+    assert [slice_variables(slices, index=index)["CUDA_VISIBLE_DEVICES"] for index in range(3)] == ["MIG-aa", "MIG-bb", "MIG-aa"]
+    for others in ({}, {"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "MIG-aa,GPU-bb"}):
+        assert slice_variables(others, index=1) == {}
 
 
 def test_metrics_ports_do_not_collide() -> None:

@@ -223,6 +223,7 @@ class Flight:
             work = group.all_reduce_async(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
             if work is not None:
                 self._works.append((group, work))
+            failpoint("reduction.under_way")
 
     def send_compressed(self, bucket: torch.Tensor, kind: str, number: int, shapes: Sequence[Sequence[int]]) -> None:
         """Starts to sum `bucket` over all ranks, in place and compressed; see `GradientCompression.start`."""

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import torch
 import torch.distributed as dist
 from shoal_common.errors import MembershipChanged, PreconditionError
+from shoal_common.failpoints import failpoint
 
 from shoal_worker.compression.reduction import Reduction
 from shoal_worker.elastic.group import Group
@@ -186,9 +187,13 @@ class SessionCollectives:
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Pending:
         """See `Collectives`."""
-        return self._issue(
-            self._shard_group, shard, lambda group: group.reduce_scatter_async(shard, full), alone=lambda: _copy(shard, full)
-        )
+
+        def start(group: Group) -> dist.Work | None:
+            work = group.reduce_scatter_async(shard, full)
+            failpoint("reduction.under_way")
+            return work
+
+        return self._issue(self._shard_group, shard, start, alone=lambda: _copy(shard, full))
 
     def all_reduce_short(self, tensor: torch.Tensor) -> bool:
         """See `Collectives`."""

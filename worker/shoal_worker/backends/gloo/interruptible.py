@@ -28,11 +28,12 @@ from shoal_common.errors import ShoalError
 from shoal_worker.backends import native_threads
 from shoal_worker.backends.base import GroupEndedError, Traffic, cause_of
 from shoal_worker.backends.collective import check_op, reduce_parts
+from shoal_worker.backends.gloo import on_devices
 from shoal_worker.backends.gloo.forming import GlooGroup
 from shoal_worker.backends.gloo.works import AllOf, InterruptibleWork, Transfer, Waiter, end_works
 from shoal_worker.backends.python_group import ForwardingGroup
 from shoal_worker.backends.waits import Waits
-from shoal_worker.scratch import ScratchMemory
+from shoal_worker.scratch import ScratchMemory, in_host_memory
 from shoal_worker.torch_internals import AllgatherOptions, BroadcastOptions, ReduceScatterOptions, Work, native_collective
 
 # -------------------------------------------------------------------------------------------------------------------- memory that is kept
@@ -187,15 +188,16 @@ class InterruptibleGroup(ForwardingGroup):
 
     def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int) -> Work:  # noqa: N803 - torch's names
         """`ProcessGroup.send`."""
-        return self._transfer("send", (tensors, dstRank, tag))
+        held = [on_devices.host_copy(tensor) if on_devices.is_elsewhere(tensor) else tensor for tensor in tensors]
+        return self._transfer("send", held, dstRank, tag)
 
     def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int) -> Work:  # noqa: N803 - torch's names
         """`ProcessGroup.recv`."""
-        return self._transfer("recv", (tensors, srcRank, tag))
+        return self._receive("recv", tensors, srcRank, tag)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Work:
         """`ProcessGroup.recv_anysource`."""
-        return self._transfer("recv_anysource", (tensors, tag))
+        return self._receive("recv_anysource", tensors, tag)
 
     def all_reduce_short(self, tensor: torch.Tensor) -> None:
         """See `CommunicationBackend`: over connections of its own (short_sums.py)."""
@@ -275,7 +277,8 @@ class InterruptibleGroup(ForwardingGroup):
         """`parts`: (ranks, elements), the row of a rank is for it. The outputs hold one row between them."""
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         check_op(op, parts.dtype)
-        received = self._scratch.take(parts.shape, parts.dtype, parts.device)
+        kept = in_host_memory(parts.device)  # a device's allocator keeps memory by itself, and knows which streams still use it
+        received = self._scratch.take(parts.shape, parts.dtype, parts.device) if kept else torch.empty_like(parts)
 
         def finish() -> list[torch.Tensor]:
             columns = received.split([output.numel() for output in outputs], dim=1)
@@ -284,7 +287,8 @@ class InterruptibleGroup(ForwardingGroup):
                 reduced = reduce_parts(part.unbind(0), op, into)
                 if into is None:
                     output.data.copy_(reduced.view_as(output))
-            self._scratch.give_back(received)
+            if kept:
+                self._scratch.give_back(received)
             return outputs
 
         rows: list[int] = []
@@ -297,7 +301,7 @@ class InterruptibleGroup(ForwardingGroup):
         except RuntimeError as error:
             self.raise_if_lost(name, error)
             raise
-        work = InterruptibleWork(name, native, self, finish)
+        work = InterruptibleWork(name, native, self, finish, on_devices.order_of(arguments))
         self.issued(work)
         return work
 
@@ -316,9 +320,15 @@ class InterruptibleGroup(ForwardingGroup):
         """`ProcessGroup.monitored_barrier`; not interruptible."""
         self._live().monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]  # missing in torch's stub
 
-    def _transfer(self, name: str, arguments: tuple[Any, ...]) -> Work:
+    def _receive(self, name: str, tensors: list[torch.Tensor], *arguments: int) -> Work:
+        if len(tensors) == 1 and on_devices.is_elsewhere(tensors[0]):
+            host = on_devices.host_memory_for(tensors[0])
+            return on_devices.ArrivingElsewhere(self._transfer(name, [host], *arguments), host, tensors[0])
+        return self._transfer(name, tensors, *arguments)
+
+    def _transfer(self, name: str, tensors: list[torch.Tensor], *arguments: int) -> Transfer:
         try:
-            return Transfer(name, getattr(self._live(), name)(*arguments), self, arguments[0])
+            return Transfer(name, getattr(self._live(), name)(tensors, *arguments), self, tensors)
         except RuntimeError as error:
             self.raise_if_lost(name, error)
             raise

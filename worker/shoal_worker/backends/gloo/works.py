@@ -5,6 +5,7 @@ Threads: `wait` and `get_future` are for the thread that issued the work; Gloo's
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -17,6 +18,7 @@ import torch
 
 from shoal_worker.backends import native_threads
 from shoal_worker.backends.base import GroupEndedError
+from shoal_worker.backends.gloo import on_devices
 from shoal_worker.backends.native_threads import wait_until_asleep
 from shoal_worker.backends.waits import Waits
 from shoal_worker.torch_internals import Work
@@ -67,14 +69,17 @@ class Owner(Protocol):
 class InterruptibleWork(Work):
     """A collective that was issued. It is over when Gloo's work is, or when it is ended."""
 
-    def __init__(self, name: str, native: Work, group: Owner, finish: Callable[[], Any] | None) -> None:
-        """`finish` runs once Gloo is done, and gives the value of the future."""
+    def __init__(
+        self, name: str, native: Work, group: Owner, finish: Callable[[], Any] | None, order: on_devices.Order | None = None
+    ) -> None:
+        """`finish` runs once Gloo is done, and gives the value of the future. `order`: of what a device does before and after it."""
         super().__init__()
         self._name = name
         self._native: Work | None = native
         self._group: Owner | None = group
         self._waits = group.waits
         self._finish = finish
+        self._order = order
         self._over = False
         self._over_soon: threading.Event | None = None
         """For whoever watches Gloo meanwhile. Made when needed: it costs more than all else in here."""
@@ -100,6 +105,8 @@ class InterruptibleWork(Work):
                 if not self._over and time.monotonic() >= deadline:
                     raise RuntimeError(f"{self._name} takes longer than {timeout}")
         self._raise_failure()
+        if self._order is not None:
+            self._order.come_after()
         return True
 
     def is_completed(self) -> bool:
@@ -194,9 +201,10 @@ class InterruptibleWork(Work):
         try:
             future = native.get_future()  # complete a little earlier than the work itself
             future.wait()
-            if finish is None:
-                return future.value, None
-            value = finish()
+            with contextlib.nullcontext() if self._order is None else self._order.finishing():
+                if finish is None:
+                    return future.value, None
+                value = finish()
             return lambda: value, None
         except RuntimeError as error:
             reason = group.loss(self._name, error)

@@ -45,6 +45,8 @@ WATCHDOG: Final = {
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
 """Variables that ProcessGroupNCCL reads when it is made, with what they have to be."""
+_OF_LAUNCHERS: Final = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+"""What torchrun, and `shoal run` for plain scripts, set for all workers."""
 _NEVER: Final = timedelta(days=3650)
 """A timeout that does not come. torch counts nanoseconds from it, which end after 292 years."""
 _LOOK_S: Final = 0.002
@@ -182,7 +184,9 @@ def keep_watchdog_still(connect_timeout: timedelta) -> None:
         )
     # Of a communicator that does not block: how long its first use waits for it, and an abort for that. Read once in a process.
     waits = {"TORCH_NCCL_NONBLOCKING_TIMEOUT": str(max(1, math.ceil(connect_timeout.total_seconds())))}
-    overruled = force_environment({**WATCHDOG, **waits})
+    overruled = dict(force_environment({**WATCHDOG, **waits}))
+    if overruled.get(_OF_LAUNCHERS[0]) == _OF_LAUNCHERS[1]:  # no user has set that
+        del overruled[_OF_LAUNCHERS[0]]
     if overruled:
         given = ", ".join(f"{name}={value}" for name, value in sorted(overruled.items()))
         _log.warning("%s is overruled: Shoal keeps the time of collectives, and torch's watchdog must not end the process", given)

@@ -1,0 +1,99 @@
+"""What workers of the tables compute on: the host's cores, or CUDA devices, one for each worker (`python -m benchmarks --device cuda`).
+
+A rehearsal takes what is measured on devices, its systems and its floors, and runs it on the host at the host's sizes: whether it works can
+be seen where there is no GPU. Its figures say nothing. Nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, TypeVar
+
+from benchmarks.errors import MeasurementError
+from benchmarks.report import Row
+
+CPU: Final = "cpu"
+CUDA: Final = "cuda"
+REHEARSAL: Final = "cuda-rehearsal"
+KINDS: Final = (CPU, CUDA, REHEARSAL)
+_ASK: Final = (
+    "import json, torch; n = torch.cuda.device_count(); "
+    "print(json.dumps([torch.cuda.get_device_name(i) for i in range(n)] if torch.cuda.is_available() else []))"
+)
+_ASK_TIMEOUT_S: Final = 120
+_REHEARSED: Final = 4
+"""Devices that a rehearsal takes itself to have."""
+_ROUNDS: Final = 2
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """Those of this machine that workers may have."""
+
+    kind: str = CPU
+    """One of `KINDS`."""
+    names: tuple[str, ...] = ()
+    """What each device is called; empty on the host."""
+
+    @property
+    def for_cuda(self) -> bool:
+        """Whether the systems, floors and targets are those for CUDA devices."""
+        return self.kind != CPU
+
+    @property
+    def flag(self) -> str:
+        """What workers are told to compute on."""
+        return CUDA if self.kind == CUDA else CPU
+
+    def size(self, host: T, device: T) -> T:
+        """Chooses between a size for the host and one for a GPU."""
+        return device if self.kind == CUDA else host
+
+    def rounds(self, wanted: int) -> int:
+        """Returns how many rounds to measure: in a rehearsal as few as show that it works."""
+        return _ROUNDS if self.kind == REHEARSAL else wanted
+
+    def describe(self, host: str, devices: str) -> str:
+        """Chooses between words about the host and words about CUDA devices."""
+        return devices if self.for_cuda else host
+
+    def named(self, rows: Sequence[Row]) -> tuple[Row, ...]:
+        """Returns the rows, with the device in their names where it is not the host."""
+        return tuple(replace(row, name=f"{row.name}, on {self.names[0]}") if self.for_cuda and self.names else row for row in rows)
+
+    def __str__(self) -> str:
+        return f"{len(self.names)} x {self.names[0]}" if self.names else "no CUDA device" if self.for_cuda else "the host"
+
+    def lacking(self, what: str, workers: int) -> str | None:
+        """Says that there are fewer devices than `what` has workers; None: there are enough."""
+        if not self.for_cuda or len(self.names) >= workers:
+            return None
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        seen = f"torch sees {len(self.names)} here" + ("" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})")
+        return (
+            f"{what} needs {workers} CUDA devices, one for each worker, and {seen}: run it on a machine with as many and a CUDA build of "
+            f"torch; `--device {REHEARSAL}` shows on the host whether it works"
+        )
+
+
+HOST: Final = Devices()
+
+
+def devices_of(kind: str) -> Devices:
+    """What there is of a kind. Raises MeasurementError where torch cannot be asked for CUDA devices."""
+    if kind == CPU:
+        return HOST
+    if kind == REHEARSAL:
+        return Devices(kind=kind, names=("the host as a rehearsal",) * _REHEARSED)
+    # In a process of its own: the harness keeps no memory of a device.
+    answer = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=_ASK_TIMEOUT_S, check=False)
+    if answer.returncode:
+        raise MeasurementError(f"torch cannot name the CUDA devices: {answer.stderr.strip().splitlines()[-1]}")
+    return Devices(kind=kind, names=tuple(json.loads(answer.stdout)))

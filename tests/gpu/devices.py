@@ -1,0 +1,59 @@
+"""Where a test of this folder runs: on the host, as a rehearsal in every run of the tests, or on CUDA devices (make test-gpu).
+
+The programs are the same and ask in one place, `shoal.device()`. So on a machine with a GPU the rehearsals are skipped, unless the devices
+are hidden (`CUDA_VISIBLE_DEVICES=`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+COUNT = torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def needs(devices: int, *, nccl: bool = False) -> list[pytest.MarkDecorator]:
+    """The marks of what runs on so many CUDA devices. `nccl`: over NCCL."""
+    missing = f"{devices} CUDA device(s) are needed, and torch sees {COUNT} here"
+    if nccl and devices <= COUNT and not dist.is_nccl_available():
+        missing = "this torch is built without NCCL"
+    absent = devices > COUNT or (nccl and not dist.is_nccl_available())
+    return [pytest.mark.gpu, pytest.mark.skipif(absent, reason=missing)]
+
+
+rehearsal = pytest.mark.skipif(COUNT > 0, reason="a rehearsal on the host, and shoal.device() is a CUDA device here")
+
+
+def on_host_and_device(cases: Sequence[tuple[Any, ...]], *, quick: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """The cases twice, with "cpu" or "cuda" before each. On the host the `quick` ones are in every run of the tests, the others in
+    `make parity`."""
+
+    def name(case: tuple[Any, ...]) -> str:
+        return "-".join(str(part) for part in case)
+
+    host = [
+        pytest.param("cpu", *case, id=name(("cpu", *case)), marks=[rehearsal, *([] if case in quick else [pytest.mark.matrix])])
+        for case in cases
+    ]
+    device = [pytest.param("cuda", *case, id=name(("cuda", *case)), marks=needs(1)) for case in cases]
+    return [*host, *device]
+
+
+def sharing(kind: str) -> dict[str, str]:
+    """What workers have in their environment that are to share one device: the first that this process may have."""
+    return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]} if kind == "cuda" else {}
+
+
+def lease_ms(kind: str) -> int:
+    """How long a worker may say nothing. The first use of CUDA keeps Python, and with it the heartbeats, from running for seconds."""
+    return 20_000 if kind == "cuda" else 3000
+
+
+def is_there(kind: str) -> None:
+    """Fails where the ranks would compute elsewhere than the test's name says."""
+    assert kind == ("cuda" if COUNT else "cpu")

@@ -1,0 +1,59 @@
+"""Processes for tests on devices: each a new interpreter. One that was forked from a process in which torch has asked for devices cannot
+use CUDA; the zygote's are for the host."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from shoal_common.processes import tied_to_parent
+
+from tests.zygote.children import Child, Zygote
+
+_ROOT = Path(__file__).parents[2]
+
+
+class Fresh(Zygote):
+    """Starts what a zygote does, slowly: the programs "coordinator" and "script"."""
+
+    def __init__(self) -> None:
+        self._running: list[subprocess.Popen[bytes]] = []
+        self._watchers: list[threading.Thread] = []
+
+    def start(self, program: str, arguments: Sequence[str], *, output: Path, **environment: str) -> Child:
+        """See `Zygote`."""
+        words = {"coordinator": ["-m", "shoal_coordinator"], "script": []}[program]
+        search = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        with output.open("ab") as log:
+            process = subprocess.Popen(
+                tied_to_parent([sys.executable, *words, *arguments]),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1", **environment},
+                cwd=_ROOT,
+            )
+        child = Child(output)
+        child.pid = process.pid
+        child.started.set()
+        self._running.append(process)
+        watcher = threading.Thread(target=self._watch, args=(process, child))
+        watcher.start()
+        self._watchers.append(watcher)
+        return child
+
+    def close(self) -> None:
+        """See `Zygote`."""
+        for process in self._running:
+            process.kill()
+        for watcher in self._watchers:
+            watcher.join()
+
+    @staticmethod
+    def _watch(process: subprocess.Popen[bytes], child: Child) -> None:
+        child.status = process.wait()
+        child.ended.set()

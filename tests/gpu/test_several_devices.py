@@ -1,0 +1,166 @@
+"""Workers over NCCL, each on a device of its own: one dies or stands still in the middle of an all-reduce, one joins, and large activations
+go through a pipeline. What they end with is to the bit what they end with undisturbed.
+
+The rehearsal is the same programs on the host, over Gloo, with small layers.
+"""
+
+from __future__ import annotations
+
+import functools
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu import training
+from tests.gpu.devices import is_there, lease_ms, needs, rehearsal
+from tests.gpu.fresh import Fresh
+from tests.integration.worker_elastic.cluster import cluster
+from tests.zygote.children import Zygote
+
+Starter = Callable[[str], Zygote]
+SCRIPT = Path(training.__file__)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the workers have."""
+
+    kind: str
+    workers: int
+    backend: str
+    width: int
+    """Of the layers: on devices of 1024, so that what is summed in a step is 100 MB."""
+
+    def settings(self, strategy: str, options: str = "{}") -> dict[str, str]:
+        return {
+            "STRATEGY": strategy,
+            "OPTIONS": options,
+            "BACKEND": self.backend,
+            "WIDTH": str(self.width),
+            "SHOAL_CONNECT_TIMEOUT_S": "120",
+        }
+
+
+def _on_devices(count: int) -> Any:
+    return pytest.param(Place("cuda", count, "nccl", 1024), id=f"cuda-{count}", marks=needs(count, nccl=True))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(Place("cpu", 3, "gloo", 64), id="cpu-3", marks=[rehearsal, pytest.mark.matrix]),
+        _on_devices(2),
+        _on_devices(8),
+    ],
+)
+def place(request: pytest.FixtureRequest) -> Place:
+    found: Place = request.param
+    is_there(found.kind)
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(starter: Starter, place: Place, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Gives the digest of what all end with under a strategy where nobody dies and nobody joins."""
+
+    @functools.cache
+    def digest(strategy: str) -> str:
+        settings = {**place.settings(strategy), "DETERMINISTIC": "1"}
+        directory = tmp_path_factory.mktemp("undisturbed")
+        lease = lease_ms(place.kind)
+        with cluster(starter(place.kind), directory, max_workers=place.workers, lease_ms=lease, script=SCRIPT, **settings) as running:
+            for index in range(place.workers):
+                running.start(index)
+            results = running.finish(*range(place.workers))
+        assert len({result["device"] for result in results}) == (place.workers if place.kind == "cuda" else 1)
+        (found,) = {result["digest"] for result in results}
+        return str(found)
+
+    return digest
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("action", ["kill", "stop"])
+def test_a_worker_lost_in_the_middle_of_an_all_reduce_costs_the_others_nothing(
+    starter: Starter, tmp_path: Path, place: Place, undisturbed: Callable[[str], str], strategy: str, action: str
+) -> None:
+    """SIGKILL or SIGSTOP come when the worker has started to sum gradients and waits for nothing."""
+    settings = {**place.settings(strategy), "DETERMINISTIC": "1"}
+    with cluster(
+        starter(place.kind), tmp_path, max_workers=place.workers, lease_ms=lease_ms(place.kind), script=SCRIPT, **settings
+    ) as running:
+        for index in range(place.workers):
+            running.start(index, **({"SHOAL_FAILPOINTS": f"reduction.under_way@7={action}"} if index == 1 else {}))
+        lost = running.workers.pop(1)
+        results = running.finish(*(index for index in range(place.workers) if index != 1))
+        lost.kill(signal.SIGKILL)
+        assert lost.wait() == -signal.SIGKILL
+    assert {result["world"] for result in results} == {place.workers - 1}
+    assert {result["digest"] for result in results} == {undisturbed(strategy)}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_worker_that_joins_changes_nothing(
+    starter: Starter, tmp_path: Path, place: Place, undisturbed: Callable[[str], str], strategy: str
+) -> None:
+    settings = {**place.settings(strategy), "DETERMINISTIC": "1"}
+    last = place.workers - 1
+    with cluster(
+        starter(place.kind),
+        tmp_path,
+        min_workers=last,
+        max_workers=place.workers,
+        join_grace_ms=0,
+        lease_ms=lease_ms(place.kind),
+        script=SCRIPT,
+        **settings,
+    ) as running:
+        with running.held():
+            for index in range(last):
+                running.start(index)
+            running.wait_steps(2)
+            running.start(last)
+            running.wait_ranked(last)
+        results = running.finish(*range(place.workers))
+    assert {result["world"] for result in results} == {place.workers}
+    assert {result["digest"] for result in results} == {undisturbed(strategy)}
+
+
+def test_activations_of_64_mib_go_through_a_pipeline(starter: Starter, tmp_path: Path, place: Place) -> None:
+    """1F1B; a micro-batch of 4 samples has 2048 rows of 1024 numbers in float64. Other ranks hold other layers, and each layer's sums stay
+    the same."""
+    rows = "2048" if place.kind == "cuda" else "16"
+    told = []
+    for stages in (1, place.workers):
+        directory = tmp_path / str(stages)
+        directory.mkdir()
+        settings = place.settings("pipeline", f'{{"schedule": "1f1b", "micro_batches": 4, "pipeline_parallel_size": {stages}}}')
+        with cluster(
+            starter(place.kind), directory, max_workers=stages, lease_ms=lease_ms(place.kind), script=SCRIPT, TOKENS=rows, **settings
+        ) as running:
+            for index in range(stages):
+                running.start(index)
+            told.append(running.finish(*range(stages)))
+    (alone,), together = told
+    assert alone["finite"]
+    for result in together:
+        assert result["checked"] == pytest.approx(alone["checked"], rel=1e-9)
+
+
+@pytest.mark.slow
+@rehearsal
+def test_processes_for_devices_are_new_interpreters_that_train_and_die_as_others_do(tmp_path: Path) -> None:
+    fresh = Fresh()
+    try:
+        with cluster(fresh, tmp_path, max_workers=2, script=SCRIPT, STRATEGY="ddp", BACKEND="gloo") as running:
+            running.start(0)
+            running.start(1, SHOAL_FAILPOINTS="reduction.under_way@7=kill")
+            assert running.workers.pop(1).wait() == -signal.SIGKILL
+            (result,) = running.finish(0)
+    finally:
+        fresh.close()
+    assert result["world"] == 1

@@ -1,0 +1,70 @@
+"""Every strategy with 2 and with 4 ranks that share one device over Gloo comes to what plain torch does on the host with the same samples.
+
+In float64, to 1e-9: sums differ in their order alone. In a rehearsal the device is the host.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu import training
+from tests.gpu.devices import is_there, on_host_and_device
+from tests.gpu.ranks import together
+
+_TOLERANCE = 1e-9
+_LOSSY = 0.05
+"""How far parameters under compressed gradients may be off, of how far they have moved."""
+
+_PIPELINE = {"schedule": "1f1b", "micro_batches": 4}
+_STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp": ("ddp", {}),
+    "zero1": ("zero1", {}),
+    "zero2": ("zero2", {}),
+    "zero3": ("zero3", {"shard_modules": [training.Block]}),
+    "fsdp": ("fsdp", {"shard_modules": [training.Block]}),
+    "hsdp": ("hsdp", {"shard_size": 2}),
+    "tensor": ("tensor", {}),
+    "pipeline": ("pipeline", _PIPELINE),
+    "zero-bubble": ("pipeline", {**_PIPELINE, "schedule": "zero_bubble"}),
+    "hybrid": ("hybrid", {"pipeline_parallel_size": 2, "micro_batches": 4}),
+}
+_CASES = [(name, ranks) for name in _STRATEGIES for ranks in (2, 4)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, torch.Tensor]:
+    return training.alone()
+
+
+@pytest.mark.parametrize(("kind", "name", "ranks"), on_host_and_device(_CASES, quick=[("zero3", 2), ("pipeline", 2)]))
+def test_a_strategy_comes_to_what_one_process_does_on_the_host(kind: str, name: str, ranks: int, alone: dict[str, torch.Tensor]) -> None:
+    is_there(kind)
+    strategy, options = _STRATEGIES[name]
+    for trained in together(lambda: training.train(strategy, dict(options), backend="gloo"), world_size=ranks):
+        for parameter, value in alone.items():
+            torch.testing.assert_close(trained[parameter], value, rtol=_TOLERANCE, atol=_TOLERANCE)
+
+
+@pytest.mark.parametrize(("kind", "ranks"), on_host_and_device([(2,), (4,)], quick=[]))
+def test_local_sgd_comes_to_the_average_of_models_that_train_apart_on_the_host(kind: str, ranks: int) -> None:
+    is_there(kind)
+    expected = training.alone(sync_every=2, ranks=ranks)
+    for trained in together(lambda: training.train("local_sgd", {"sync_every": 2}, backend="gloo"), world_size=ranks):
+        for parameter, value in expected.items():
+            torch.testing.assert_close(trained[parameter], value, rtol=_TOLERANCE, atol=_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "ranks"), on_host_and_device([(how, ranks) for how in ("fp16", "powersgd") for ranks in (2, 4)], quick=[])
+)
+def test_compressed_gradients_lead_close_to_where_whole_ones_do(kind: str, how: str, ranks: int, alone: dict[str, torch.Tensor]) -> None:
+    is_there(kind)
+    begun = {name: p.detach() for name, p in training.network().named_parameters()}
+    outcomes = together(lambda: training.train("ddp", {"gradient_compression": how}, backend="gloo"), world_size=ranks)
+    assert len({training.digest(trained) for trained in outcomes}) == 1
+    moved = sum(float((alone[name] - begun[name]).square().sum()) for name in alone) ** 0.5
+    off = sum(float((outcomes[0][name] - alone[name]).square().sum()) for name in alone) ** 0.5
+    assert off < moved if how == "powersgd" else off < _LOSSY * moved

@@ -1,0 +1,184 @@
+"""One training for all tests of this folder, on whatever `shoal.device()` is, over whatever BACKEND says: what a rank does, and what one
+process does in plain torch on the host.
+
+As a script it is a worker of a job: STRATEGY with OPTIONS (JSON) over BACKEND, one block compiled by COMPILED, with so many DATA_WORKERS;
+it says what it ends with as one JSON line in OUTPUT.
+DETERMINISTIC=1 takes micro-batches in float32, whose sums do not depend on how many ranks there are; else it is float64, in which the order
+of sums is seen in the last digits alone. WIDTH is that of the layers, and TOKENS how many rows each sample has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import shoal
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from tests.integration.worker_elastic.pacing import pace
+
+SAMPLES: Final = 96
+BATCH: Final = 16
+MICRO: Final = 4
+EPOCHS: Final = 4
+STEPS: Final = EPOCHS * SAMPLES // BATCH
+WIDTH: Final = 32
+_INPUTS: Final = 8
+_BLOCKS: Final = 6
+_PIPELINED: Final = ("pipeline", "hybrid")
+_GENERATOR: Final = threading.Lock()
+"""Of torch's random numbers, which ranks that are threads share."""
+
+
+class Block(nn.Module):
+    """What is gathered by itself, and split by width."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(x)
+
+
+def network(width: int = WIDTH, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    """Equal in all processes: made on the host."""
+    with _GENERATOR, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(_INPUTS, width), *(Block(width) for _ in range(_BLOCKS)), nn.Linear(width, 1)).to(dtype)
+
+
+def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), 1e-2)
+
+
+def dataset(dtype: torch.dtype = torch.float64, tokens: int | None = None) -> TensorDataset:
+    """`tokens`: each sample has so many rows; None: it is one."""
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(SAMPLES, *([tokens] if tokens else []), _INPUTS, dtype=torch.float64, generator=draw)
+    return TensorDataset(x.to(dtype), x.square().sum(-1, keepdim=True).to(dtype))
+
+
+loss_of = nn.functional.mse_loss
+
+
+def train(
+    strategy: str,
+    options: dict[str, Any],
+    *,
+    backend: str,
+    hold: Path | None = None,
+    width: int = WIDTH,
+    tokens: int | None = None,
+    compiled: str | None = None,
+    workers: int = 0,
+) -> dict[str, torch.Tensor]:
+    """One rank's part; the parameters that it ends with, on the host. `hold`: see `pace`. `compiled`: torch.compile's backend for one
+    block. `workers`: data workers."""
+    device = shoal.device()
+    in_parts = bool(options.get("deterministic"))
+    dtype = torch.float32 if in_parts else torch.float64
+    net = network(width, dtype).to(device)
+    if compiled is not None:
+        net[2].compile(backend=compiled)
+    model, optimizer = shoal.as_distributed(
+        net, optimizer_of(net), strategy=strategy, backend=backend, minimum_parameter_group_size=64, **options
+    )
+    loader = shoal.ElasticDataLoader(
+        dataset(dtype, tokens),
+        **({"batch_size": BATCH} if strategy == "async_sgd" else {"global_batch_size": BATCH}),
+        micro_batch_size=MICRO if in_parts else None,
+        shuffle=False,
+        pin_memory=device.type == "cuda",
+        num_workers=workers,
+    )
+    for _ in loader.epochs(EPOCHS):
+        for step in loader.steps() if in_parts else ([batch] for batch in loader):
+            for inputs, targets in step:
+                x, y = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+                if strategy in _PIPELINED:
+                    model.train_step(x, y, loss_of)
+                else:
+                    loss_of(model(x), y).backward()
+            if hold is not None:
+                pace(hold, loader.global_step, STEPS)
+            optimizer.step()
+            optimizer.zero_grad()
+    state: dict[str, torch.Tensor] = model.full_state_dict()
+    return {name: value.cpu().clone() for name, value in state.items()}
+
+
+def alone(*, sync_every: int = 1, ranks: int = 1) -> dict[str, torch.Tensor]:
+    """The parameters after the same training in plain torch, on the host. With `sync_every` above 1 as many models as `ranks` train apart,
+    each on its part of each batch, and are averaged every so many steps."""
+    nets = [network() for _ in range(ranks if sync_every > 1 else 1)]
+    optimizers = [optimizer_of(net) for net in nets]
+    x, y = dataset().tensors
+    step = 0
+    for _ in range(EPOCHS):
+        for start in range(0, SAMPLES, BATCH):
+            part = BATCH // len(nets)
+            for number, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
+                own = slice(start + number * part, start + (number + 1) * part)
+                loss_of(net(x[own]), y[own]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            step += 1
+            if step % sync_every == 0:
+                _average(nets)
+    return {name: p.detach().clone() for name, p in nets[0].named_parameters()}
+
+
+@torch.no_grad()
+def _average(nets: Sequence[nn.Module]) -> None:
+    for same in zip(*(net.parameters() for net in nets), strict=True):
+        mean = torch.stack([p.detach() for p in same]).mean(0)
+        for p in same:
+            p.copy_(mean)
+
+
+def digest(state: dict[str, torch.Tensor]) -> str:
+    """Equal if and only if all bits are."""
+    return hashlib.sha256(b"".join(value.contiguous().numpy().tobytes() for value in state.values())).hexdigest()
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    torch.set_num_threads(1)
+    output, options = Path(os.environ["OUTPUT"]), json.loads(os.environ.get("OPTIONS", "{}"))
+    shoal.init()
+    if os.environ.get("DETERMINISTIC") == "1":
+        options["deterministic"] = True
+    width = int(os.environ.get("WIDTH", str(WIDTH)))
+    state = train(
+        os.environ["STRATEGY"],
+        options,
+        backend=os.environ["BACKEND"],
+        hold=output / "hold",
+        width=width,
+        tokens=int(os.environ["TOKENS"]) if "TOKENS" in os.environ else None,
+        compiled=os.environ.get("COMPILED"),
+        workers=int(os.environ.get("DATA_WORKERS", "0")),
+    )
+    result = {
+        "device": str(shoal.device()),
+        "world": shoal.world_size(),
+        "generation": shoal.generation(),
+        "digest": digest(state),
+        "finite": all(bool(value.isfinite().all()) for value in state.values()),
+        "checked": [float(value.double().abs().sum()) for value in state.values()],
+        "parameters": torch.cat([value.flatten() for value in state.values()]).tolist() if width == WIDTH else [],
+    }
+    (output / f"{os.environ['SHOAL_MEMBER_ID']}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

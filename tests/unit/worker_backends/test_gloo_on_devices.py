@@ -1,0 +1,98 @@
+"""In which order a work of Gloo's finishes and is waited for where its tensors are on a device, whoever finishes it. No device is needed:
+what is asked of its streams is written down."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from shoal_worker.backends.base import GroupEndedError
+from shoal_worker.backends.gloo.on_devices import ArrivingElsewhere, order_of
+from shoal_worker.backends.gloo.works import InterruptibleWork
+from shoal_worker.backends.waits import Waits
+
+
+class Written:
+    """An order that writes down what it is asked for."""
+
+    def __init__(self) -> None:
+        self.what: list[str] = []
+
+    @contextlib.contextmanager
+    def finishing(self) -> Iterator[None]:
+        self.what.append("begin")
+        yield
+        self.what.append("end")
+
+    def come_after(self) -> None:
+        self.what.append(f"after, in {'the caller' if threading.current_thread() is threading.main_thread() else 'another thread'}")
+
+
+def native(done: Callable[[], bool]) -> Any:
+    """A work of Gloo's that is complete once `done` says so."""
+    future: torch.futures.Future[list[int]] = torch.futures.Future()
+
+    def wait(timeout: timedelta | None = None) -> bool:
+        if not done():
+            raise RuntimeError("Operation timed out!")
+        if not future.done():
+            future.set_result([])
+        return True
+
+    return SimpleNamespace(wait=wait, is_completed=done, get_future=lambda: future)
+
+
+def work_of(gloo: Any, order: Written, *, finishes: bool = True) -> InterruptibleWork:
+    owner = SimpleNamespace(waits=Waits(), finished=lambda work: None, loss=lambda name, error: "lost")
+    return InterruptibleWork("reduce_scatter", gloo, cast(Any, owner), (lambda: order.what.append("finish")) if finishes else None, order)
+
+
+@pytest.mark.parametrize("finishes", [True, False])
+@pytest.mark.parametrize("followed", [False, True], ids=["by who waits", "by another thread"])
+def test_what_is_computed_from_a_result_is_in_order_and_each_wait_comes_after_it(finishes: bool, followed: bool) -> None:
+    order = Written()
+    gloo = native(lambda: True)
+    work = work_of(gloo, order, finishes=finishes)
+    if followed:
+        work.follow()
+        thread = threading.Thread(target=gloo.wait)
+        thread.start()
+        thread.join()
+    assert work.wait()
+    assert work.wait()
+    computed = ["begin", "finish", "end"] if finishes else ["begin", "end"]
+    assert order.what == [*computed, "after, in the caller", "after, in the caller"]
+
+
+def test_a_collective_that_is_lost_leaves_no_order() -> None:
+    order = Written()
+    work = work_of(native(lambda: False), order)
+    work.end("a peer is gone")
+    with pytest.raises(GroupEndedError, match="a peer is gone"):
+        work.wait()
+    assert order.what == []
+
+
+def test_tensors_in_host_memory_need_no_order() -> None:
+    assert order_of(([torch.ones(1)], None)) is None
+    assert order_of(()) is None
+
+
+def test_a_message_for_elsewhere_is_put_there_once_when_somebody_waits_for_it() -> None:
+    host, into = torch.ones(2), torch.zeros(2)
+    transfer = SimpleNamespace(wait=lambda timeout: True, source_rank=lambda: 3)
+    work = ArrivingElsewhere(transfer, host, into)
+    assert not work.is_completed()
+    assert work.wait()
+    assert into.tolist() == [1.0, 1.0]
+    host.fill_(5)
+    assert work.wait()
+    assert work.is_completed()
+    assert into.tolist() == [1.0, 1.0]
+    assert work.source_rank() == 3

@@ -1,0 +1,116 @@
+"""What Gloo's collectives and messages need beyond host memory, where the tensors are on a CUDA device.
+
+Collectives of such tensors are Gloo's own: it copies them to pinned memory and back, on streams of its own (ProcessGroupGloo.cpp, torch
+2.13). Whoever waits for such a work has the current stream of its thread come after the copy back, and so has Gloo's thread, with its own
+current stream, before it says that the work is complete. What Shoal computes from the result may run in either thread: `StreamOrder` has it
+run on the stream on which the collective was issued, and has every stream that waits come after that.
+
+Messages are different: Gloo's send and recv take the tensor's address as one of host memory. Here they go by a copy in host memory.
+
+Threads: a `StreamOrder` is made by the thread that issues, and entered by the one that finishes; what waits is any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+
+from shoal_worker.torch_internals import Work
+
+
+class Order(Protocol):
+    """In which order a device computes what comes before, from and after one collective."""
+
+    def finishing(self) -> contextlib.AbstractContextManager[None]:
+        """Entered once, where Gloo's work is complete: what is queued inside comes after the collective's result."""
+        ...
+
+    def come_after(self) -> None:
+        """What the calling thread queues from here on comes after all that was queued in `finishing`."""
+        ...
+
+
+class StreamOrder:
+    """That of a collective that is issued now, on the calling thread's current stream of `device`. An `Order`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.current_stream(device)
+        self._done: Any = None
+
+    @contextlib.contextmanager
+    def finishing(self) -> Iterator[None]:
+        """See `Order`."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+        self._done = self._stream.record_event()
+
+    def come_after(self) -> None:
+        """See `Order`."""
+        if self._done is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._done)
+
+
+def order_of(arguments: Iterable[Any]) -> Order | None:
+    """The order of a collective that is issued now on such arguments: tensors, lists of them, and others. None: there is no tensor on a
+    CUDA device among them, and the host's own order holds."""
+    device = _first_device(arguments)
+    return StreamOrder(device) if device is not None and device.type == "cuda" else None
+
+
+def _first_device(arguments: Iterable[Any]) -> torch.device | None:
+    for one in arguments:
+        if isinstance(one, torch.Tensor):
+            return one.device
+        if isinstance(one, list) and (found := _first_device(one)) is not None:
+            return found
+    return None
+
+
+def is_elsewhere(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is not in host memory."""
+    return not tensor.is_cpu
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, complete when this returns."""
+    return host_memory_for(tensor).copy_(tensor.detach())
+
+
+def host_memory_for(tensor: torch.Tensor) -> torch.Tensor:
+    """Host memory for as much, pinned where that makes copies quicker."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+
+
+class ArrivingElsewhere(Work):
+    """A message that Gloo receives into host memory, and that is copied from there to where it is wanted when somebody waits for it."""
+
+    def __init__(self, received: Any, host: torch.Tensor, into: torch.Tensor) -> None:
+        """`received`: the transfer into `host`."""
+        super().__init__()
+        self._received = received
+        self._host: torch.Tensor | None = host
+        self._into = into
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Waits for the transfer, as that does; the tensor is in place for what the calling thread queues next."""
+        self._received.wait(timeout)
+        host, self._host = self._host, None
+        if host is not None:
+            self._into.data.copy_(host)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` has returned."""
+        return self._host is None
+
+    def source_rank(self) -> int:
+        """Who sent what `recv_anysource` received."""
+        return int(self._received.source_rank())
+
+    _source_rank = source_rank

@@ -19,6 +19,7 @@ from torch import nn
 from shoal_worker.elastic.group import Group
 from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.engine.hidden_parameters import drop_gradient
+from shoal_worker.engine.optimizer_state import strided_like
 from shoal_worker.sharding.collectives import Collectives
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.gradients import CutGradients
@@ -250,7 +251,7 @@ class ReplicatedGradients(MeshGradients):
             drop_gradient(piece)
             if present[name]:
                 gradient, factor = self._added_times(name)
-                piece.grad = gradient.div(divisor / factor).to(piece.dtype)
+                piece.grad = strided_like(gradient.div(divisor / factor).to(piece.dtype), piece)
 
     def scale(self, factor: float) -> None:
         """See `MeshGradients`."""

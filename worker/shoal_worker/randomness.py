@@ -10,8 +10,9 @@ loader of Shoal's, which has no keys; but where several ranks hold a model toget
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -22,6 +23,18 @@ def derive_seed(key: Sequence[int]) -> int:
     """A 63-bit seed from `key`; fixed for ever."""
     text = ",".join(str(k) for k in key)
     return xxhash.xxh3_64_intdigest(text.encode()) >> 1
+
+
+@contextlib.contextmanager
+def generators_kept() -> Iterator[None]:
+    """Puts the states of torch's CPU generator, NumPy's and Python's back afterwards. Takes 0.1 ms: NumPy's is slow to save."""
+    torch_state, numpy_state, python_state = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(torch_state)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
 
 
 def seed_generators(key: Sequence[int]) -> None:

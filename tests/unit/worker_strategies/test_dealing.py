@@ -171,6 +171,9 @@ def unequal_evaluation(kind: str) -> Any:
         "another split in torch's loader": lambda: torch.utils.data.DataLoader(split, batch_size=16),
         "other sizes": lambda: shoal.ElasticDataLoader(Numbers(), global_batch_size=16 + shoal.rank(), train=False),
         "another number of batches": lambda: [torch.zeros(1)] * (3 + shoal.rank()),
+        "another order in torch's loader": lambda: torch.utils.data.DataLoader(
+            Numbers(), batch_size=16, sampler=range(SAMPLES)[:: 1 - 2 * shoal.rank()]
+        ),
         "another draw": lambda: shoal.ElasticDataLoader(
             Numbers(), global_batch_size=16, train=False, sampler=Drawn(permuted, random.Random(shoal.rank()), held=False)
         ),
@@ -183,6 +186,7 @@ UNEQUAL_EVALUATIONS = {
     "another split in torch's loader": "what is known of the dataset's samples",
     "other sizes": "batch size: rank 0 has 16, rank 1 has 17",
     "another number of batches": "number of batches: rank 0 has 3, rank 1 has 4",
+    "another order in torch's loader": "what the sampler drew",
     "another draw": "what the sampler drew",
 }
 
@@ -208,6 +212,30 @@ def test_torchs_loader_with_a_sampler_that_draws_is_refused_for_an_evaluation(sa
     def rank() -> None:
         model = shoal.as_distributed(nn.Linear(1, 1))
         loader = torch.utils.data.DataLoader(Numbers(), batch_size=16, sampler=sampler)
+        shoal.evaluate(model, loader, lambda net, batch: {"samples": len(batch)})
+
+    with pytest.raises(shoal.ConfigurationError, match=f"draws its samples with {type(sampler).__name__}"):
+        shoal.launch(rank, world_size=1)
+
+
+class Shuffled(torch.utils.data.Sampler[int]):
+    """A sampler of a user's, that draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(SAMPLES).tolist())
+
+
+@pytest.mark.parametrize("sampler", [torch.utils.data.RandomSampler(range(SAMPLES)), Shuffled()])
+def test_so_is_one_whose_batch_sampler_draws(sampler: Any) -> None:
+    def rank() -> None:
+        model = shoal.as_distributed(nn.Linear(1, 1))
+        loader = torch.utils.data.DataLoader(Numbers(), batch_sampler=torch.utils.data.BatchSampler(sampler, 16, drop_last=False))
         shoal.evaluate(model, loader, lambda net, batch: {"samples": len(batch)})
 
     with pytest.raises(shoal.ConfigurationError, match=f"draws its samples with {type(sampler).__name__}"):

@@ -14,17 +14,27 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
+import xxhash
 from shoal_common.errors import ConfigurationError, PreconditionError
 from torch import nn
-from torch.utils.data import DistributedSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from shoal_worker.elastic.divergence import evaluations_apart
 from shoal_worker.elastic.loader_interface import StepStatus
-from shoal_worker.state.digest import SAMPLES, STREAMED, identity_of
+from shoal_worker.randomness import generators_kept
+from shoal_worker.state.digest import DRAWN, SAMPLES, STREAMED, identity_of
 
 if TYPE_CHECKING:
     from shoal_worker.elastic.channel import Channel
@@ -166,6 +176,37 @@ class StreamedBatches(Protocol):
         ...
 
 
+def _order_of(loader: Any) -> str | None:
+    """A digest of which samples a DataLoader of torch takes, in their order; None: that of its dataset, or it is another loader.
+
+    Raises:
+        ConfigurationError: it takes others each time.
+    """
+    batches, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
+    samples = getattr(batches if batches is not None else loader, "sampler", None)
+    drawn = batches if batches is not None else samples
+    in_order = type(samples) is SequentialSampler and type(batches) in (BatchSampler, type(None))
+    if drawn is None or in_order or not isinstance(dataset, Sized) or isinstance(dataset, IterableDataset):
+        return None
+    known_to_draw = isinstance(samples, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler))
+    with generators_kept():  # but for between the two draws
+        orders = [] if known_to_draw else [_drawn_from(drawn) for _ in range(2)]
+    if len(set(orders)) != 1:
+        raise ConfigurationError(
+            f"evaluate: the loader draws its samples with {type(drawn if samples is None else samples).__name__}, so each rank has other "
+            "batches, and some samples would count twice, others never; make it with shuffle=False and without a sampler, or use "
+            "ElasticDataLoader(train=False)"
+        )
+    return orders[0]
+
+
+def _drawn_from(sampler: Iterable[Any]) -> str:
+    digest = xxhash.xxh3_64()
+    for drawn in sampler:
+        digest.update(repr(drawn).encode())
+    return digest.hexdigest()
+
+
 class IteratedBatches:
     """The batches of any iterable with a length, such as a torch DataLoader: read past those that are not wanted."""
 
@@ -175,16 +216,10 @@ class IteratedBatches:
                 f"evaluate: {type(loader).__name__} has no length, so its batches cannot be dealt to ranks; "
                 "use ElasticDataLoader(train=False)"
             )
-        sampler = getattr(loader, "sampler", None)
-        if isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)):
-            raise ConfigurationError(
-                f"evaluate: the loader draws its samples with {type(sampler).__name__}, so each rank has other batches, and some samples "
-                "would count twice, others never; make it with shuffle=False and without a sampler, or use ElasticDataLoader(train=False)"
-            )
         self._loader = loader
         dataset = getattr(loader, "dataset", None)
         known = identity_of(dataset) if hasattr(dataset, "__len__") else None
-        self.dealing = json.dumps({"number of batches": len(loader), SAMPLES: known})
+        self.dealing = json.dumps({"number of batches": len(loader), SAMPLES: known, DRAWN: _order_of(loader)})
 
     def __len__(self) -> int:
         return len(self._loader)

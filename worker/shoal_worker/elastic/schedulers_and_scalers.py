@@ -272,7 +272,7 @@ class RegisteredState:
         if callable(getattr(value, advance, None)):
             self._gate(name, value, advance)
         if name in self._pending:
-            value.load_state_dict(self._pending.pop(name))
+            _load(value, self._pending.pop(name))
             if self._loaded_settings is not None and isinstance(value, LRScheduler):
                 self._put_settings(self._loaded_settings)
 
@@ -300,7 +300,7 @@ class RegisteredState:
         states = dict(captured["states"])
         for name, value in self._all.items():
             if name in states:
-                value.load_state_dict(states.pop(name))
+                _load(value, states.pop(name))
         self._pending, self._last_scale = states, captured.get("scale")
         self._scale_before = self._last_scale
         self._loaded = dict(captured.get("advances", {}))
@@ -445,6 +445,20 @@ class RegisteredState:
 
         # A class of its own, not an attribute of the instance: schedulers put their instance attributes into state_dict().
         value.__class__ = type(kind.__name__, (kind,), {method: gated, "__module__": kind.__module__, "__qualname__": kind.__qualname__})
+
+
+def _load(value: Stateful, state: dict[str, Any]) -> None:
+    """Loads a state of another process into `value`. An averaged model holds a copy of what it was made from: where a rank has all of the
+    model that is a `ShardedModel`, whose keys have one "module." more than those of the plain module that it is elsewhere."""
+    if isinstance(value, AveragedModel):
+        own = value.state_dict().keys()
+        once, twice = "module.", "module.module."
+        renamed = {name.replace(twice, once, 1) if name.startswith(twice) else name: tensor for name, tensor in state.items()}
+        if renamed.keys() != own:
+            renamed = {name.replace(once, twice, 1) if name.startswith(once) else name: tensor for name, tensor in state.items()}
+        if state.keys() != own and renamed.keys() == own:
+            state = renamed
+    value.load_state_dict(state)
 
 
 def _plain(value: Any) -> Any:

@@ -31,6 +31,7 @@ from shoal_worker.elastic.row_store import RowStore
 from shoal_worker.elastic.strategy_interface import StrategySession
 from shoal_worker.engine.buffers import kept_buffers
 from shoal_worker.engine.hidden_parameters import blank_copies, inside, want_gradients
+from shoal_worker.engine.optimizer_state import load_optimizer, strided_like
 from shoal_worker.engine.parameters import agreed, named_values
 from shoal_worker.engine.passes import Loss, call_module
 from shoal_worker.engine.tentative_update import TentativeUpdate
@@ -145,7 +146,7 @@ class Engine(abc.ABC):
                     f"the parameter {tuple(parameters[name].shape)}"
                 )
         for name, gradient in gradients.items():
-            parameters[name].grad = gradient.to(parameters[name].dtype)
+            parameters[name].grad = strided_like(gradient.to(parameters[name].dtype), parameters[name])
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """See `ShardedModel.clip_grad_norm_`."""
@@ -321,7 +322,7 @@ class Engine(abc.ABC):
         """
         self._check_optimizer_fits(state)
         assert self.optimizer is not None
-        self.optimizer.load_state_dict(dict(state))
+        load_optimizer(self.optimizer, state)
 
     def _check_optimizer_fits(self, state: Mapping[str, Any]) -> None:
         """Raises CorruptDataError unless this is a state of this optimizer, over whole parameters."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,12 +18,6 @@ from shoal_worker.state.fits import check_fits, check_tensors_fit
 
 Settings = list[dict[str, Any]]
 """Hyper-parameters of an optimizer's parameter groups, without their parameters."""
-
-
-def is_element(value: object, shape: torch.Size) -> TypeGuard[torch.Tensor]:
-    """Whether a value of the optimizer's state belongs to the elements of a tensor (a moment), and is cut as that is; step counts and the
-    like do not. `shape`: of the parameter, or of what is here of it."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == shape
 
 
 class StateInParts(abc.ABC):

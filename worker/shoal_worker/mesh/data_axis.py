@@ -17,6 +17,7 @@ from torch import nn
 from shoal_worker.elastic.group_members import GroupMembers
 from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.engine.hidden_parameters import Whereabouts
+from shoal_worker.engine.optimizer_state import is_element, strided_like
 from shoal_worker.engine.parameter_groups import in_buckets
 from shoal_worker.mesh.gradients import GradientsOfPasses, MeshGradients, ReplicatedGradients, ScatteredGradients
 from shoal_worker.mesh.resharding import PieceState
@@ -117,10 +118,7 @@ class Replicated(DataAxis):
             group["params"] = GroupMembers(self.pieces[name] for name in names if name in self.pieces)
         optimizer.state.clear()
         for name, own in state.items():
-            optimizer.state[self.pieces[name]] = {
-                key: value.to(self.pieces[name].device) if isinstance(value, torch.Tensor) and value.dim() else value
-                for key, value in own.items()
-            }
+            optimizer.state[self.pieces[name]] = {key: _beside(self.pieces[name], key, value) for key, value in own.items()}
 
     def load(self, values: Mapping[str, torch.Tensor]) -> None:
         """See `DataAxis`."""
@@ -278,6 +276,14 @@ class InShards(DataAxis):
             averages=averages,
             device=device,
         )
+
+
+def _beside(piece: torch.Tensor, key: str, value: Any) -> Any:
+    """A value of the optimizer's state where the optimizer looks for it."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    here = value.to(piece.device) if value.dim() else value
+    return strided_like(here, piece) if is_element(here, key, piece.shape) else here
 
 
 def alike_pieces(pieces: Mapping[str, nn.Parameter], kind: Callable[[str], Hashable], cap: float) -> Iterator[list[str]]:

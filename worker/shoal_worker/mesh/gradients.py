@@ -19,6 +19,7 @@ from torch import nn
 from shoal_worker.elastic.group import Group
 from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.engine.hidden_parameters import drop_gradient
+from shoal_worker.engine.optimizer_state import strided_like
 from shoal_worker.sharding.collectives import Collectives
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.gradients import CutGradients, squared_norms
@@ -261,7 +262,7 @@ class ReplicatedGradients(MeshGradients):
         if used:
             means = torch._foreach_div([gradient for _, gradient, _ in used], [divisor / factor for *_, factor in used])
             for (piece, *_), mean in zip(used, means, strict=True):
-                piece.grad = mean.to(piece.dtype)
+                piece.grad = strided_like(mean.to(piece.dtype), piece)
 
     def scale(self, factor: float) -> None:
         """See `MeshGradients`."""

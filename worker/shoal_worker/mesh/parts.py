@@ -27,9 +27,10 @@ from shoal_worker.engine.hidden_parameters import (
     show,
     show_gradient,
 )
+from shoal_worker.engine.optimizer_state import is_element
 from shoal_worker.engine.parameter_groups import checkpoint_activations
 from shoal_worker.engine.parameters import unsaved_buffers
-from shoal_worker.engine.state_in_parts import StateInParts, is_element
+from shoal_worker.engine.state_in_parts import StateInParts
 from shoal_worker.mesh.data_axis import DataAxis, Replicated, State
 from shoal_worker.mesh.layouts import Axes, Blueprint, Coordinate, Template
 from shoal_worker.mesh.resharding import MeshCut, PieceState, RankParts, WholeTensor, copy_singles, gather
@@ -422,14 +423,14 @@ class ModelParts(StateInParts):
             for number, name in zip(group["params"], names, strict=True):
                 own = saved["state"].get(number)
                 if own and name in self.pieces:
-                    state[name] = {key: self._own_state(name, value, tensors[name]) for key, value in own.items()}
+                    state[name] = {key: self._own_state(name, key, value, tensors[name]) for key, value in own.items()}
         self.settings = [{key: value for key, value in group.items() if key != "params"} for group in saved["param_groups"]]
         self._point_optimizer(state)
 
-    def _own_state(self, name: str, value: Any, whole: torch.Tensor) -> Any:
+    def _own_state(self, name: str, key: str, value: Any, whole: torch.Tensor) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return self._own_part(name, value).to(self._device) if is_element(value, whole.shape) else value.clone()
+        return self._own_part(name, value).to(self._device) if is_element(value, key, whole.shape) else value.clone()
 
     def _is_here(self, name: str) -> bool:
         return self.blueprint is None or (self.cut is not None and self.blueprint.is_here(name, self.cut.at))

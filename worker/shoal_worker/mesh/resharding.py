@@ -16,8 +16,8 @@ from shoal_common.errors import ConfigurationError
 
 from shoal_worker.elastic.channel import Channel
 from shoal_worker.engine.holders import Claim, SendingTurns, ShardHolders, ShardsLostError, newest_complete, plan_copies
+from shoal_worker.engine.optimizer_state import is_element
 from shoal_worker.engine.parameter_groups import in_buckets
-from shoal_worker.engine.state_in_parts import is_element
 from shoal_worker.mesh.layouts import Axes, Blueprint, Coordinate
 from shoal_worker.state.serial import dump_tensors, load_tensors
 
@@ -266,8 +266,8 @@ def _packed(held: Sequence[RankParts], own: Sequence[tuple[str, int, int]], stat
                 _checked(key, one)
                 if first:
                     scalars.setdefault(name, {})[key] = one
-            elif first or is_element(one, run.value.shape):
-                tensors[_key(name, part, shard, key, element=is_element(one, run.value.shape))] = one
+            elif (element := is_element(one, key, run.value.shape)) or first:
+                tensors[_key(name, part, shard, key, element=element)] = one
     return dump_tensors(tensors, {"scalars": scalars})
 
 

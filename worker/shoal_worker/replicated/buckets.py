@@ -34,7 +34,7 @@ from torch import nn
 
 from shoal_worker.elastic.step import StepPhase
 from shoal_worker.elastic.told_loss import MeanLoss
-from shoal_worker.engine.compressed import GradientCompression, check_floating
+from shoal_worker.engine.compressed import GradientCompression, check_floating, memory_order
 from shoal_worker.engine.parameter_groups import in_buckets
 
 if TYPE_CHECKING:
@@ -196,7 +196,8 @@ def _bytes(parameters: Iterable[torch.Tensor]) -> int:
 
 
 def _laid_out_as(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    """`flat` in the shape of `parameter`, and with its strides if it is dense (channels_last): else autograd would copy."""
+    """`flat` in the shape of `parameter`, and with its strides if it is dense (channels_last): else autograd would copy, and torch's fused
+    optimizers would take one element for another (see `strided_like`)."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
     if extent == parameter.numel():
         return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
@@ -418,10 +419,12 @@ class AccumulatedReduction:
                 self._flight.send(self._apart)
             return
         self._compression.weigh(1.0 if self._sums else total_weight or 1.0)
-        end = 0
+        first = end = 0
         for number, group in enumerate(self._groups):
             begin, end = end, end + sum(p.numel() for p in group)
-            self._flight.send_compressed(self._flat[begin:end], "micro-batches", number, [p.shape for p in group])
+            shapes = [memory_order(total) for total in self._grad_sums[first : first + len(group)]]
+            first += len(group)
+            self._flight.send_compressed(self._flat[begin:end], "micro-batches", number, shapes)
         self._flight.send(self._flat[end:])
         if self._apart is not None:
             self._flight.send(self._apart)
@@ -454,7 +457,7 @@ class AccumulatedReduction:
         self._apart = None if alike else torch.zeros(self._buffers.size, dtype=self._buffers.dtype, device=device)
         if self._apart is not None:
             self._buffer_changes = self._apart
-        self._grad_sums = [total.view_as(p) for total, p in zip(sums, trained, strict=True)]
+        self._grad_sums = [_laid_out_as(p, total) for total, p in zip(sums, trained, strict=True)]
         if self._compression is not None:
             check_floating(self._compression.compressor.name, trained)
             # What is compressed at once: whole parameters, in float32.

@@ -26,6 +26,7 @@ from shoal_worker.engine.base import Engine, Setup
 from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.engine.compressed import compression_of
 from shoal_worker.engine.failed_collectives import LosingStep
+from shoal_worker.engine.optimizer_state import load_optimizer
 from shoal_worker.engine.parameters import (
     ModuleMembers,
     check_optimizer_covers,
@@ -189,7 +190,7 @@ class ReplicatedEngine(Engine):
         with torch.no_grad():
             self.module.load_state_dict(state["model"])
         if self.optimizer is not None and state["optimizer"] is not None:
-            self.optimizer.load_state_dict(state["optimizer"])
+            load_optimizer(self.optimizer, state["optimizer"])
         if self._compression is not None:
             self._compression.restore(state.get("compression"))
         if self._tables is not None:

@@ -27,6 +27,7 @@ from shoal_worker.elastic.step import StepPhase
 from shoal_worker.elastic.told_loss import read_later
 from shoal_worker.engine.base import Setup
 from shoal_worker.engine.failed_collectives import LosingStep, come_after
+from shoal_worker.engine.optimizer_state import load_optimizer
 from shoal_worker.engine.parameters import unsaved_buffers
 from shoal_worker.engine.passes import Loss, call_module, loss_of
 from shoal_worker.replicated.buckets import AccumulatedReduction
@@ -215,7 +216,7 @@ class LocalSGDEngine(ReplicatedEngine):
 
     def _load_optimizer_state(self, state: Mapping[int, Mapping[str, Any]]) -> None:
         assert self.optimizer is not None
-        self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
+        load_optimizer(self.optimizer, {"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
 
     # --------------------------------------------------------------------------------------------- TrainingEngine: for the session
 

@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol, TypeGuard
 import torch
 
 from shoal_worker.engine.holders import Claim, ShardHolders, newest_complete
-from shoal_worker.engine.state_in_parts import is_element
+from shoal_worker.engine.optimizer_state import is_element
 from shoal_worker.sharding.layout import Division, message, place, runs, sizes
 from shoal_worker.sharding.unit import Holding, Unit
 from shoal_worker.state.serial import dump_tensors, load_tensors
@@ -51,7 +51,7 @@ class ShardedOptimizerState:
         found: dict[str, torch.dtype] = {}
         for piece in (piece for holding in unit.holdings for piece in holding.pieces):
             for key, value in self._of(piece).items():
-                if is_cut(value, unit, piece.shape):
+                if is_cut(value, key, unit, piece.shape):
                     found[key] = value.dtype
         return dict(sorted(found.items()))
 
@@ -60,7 +60,7 @@ class ShardedOptimizerState:
         flat = torch.zeros(unit.layout.shard_numel, dtype=dtype, device=unit.home.device)
         for piece, cut in zip(holding.pieces, holding.cuts, strict=True):
             value = self._of(piece).get(key)
-            if is_cut(value, unit, piece.shape):
+            if is_cut(value, key, unit, piece.shape):
                 flat[cut.offset : cut.offset + cut.length] = value.reshape(-1)
         return flat
 
@@ -92,7 +92,7 @@ class ShardedOptimizerState:
         for holding in unit.holdings:
             for piece in holding.pieces:
                 for key, value in self._of(piece).items():
-                    if is_element(value, piece.shape) and value.numel() and value.untyped_storage().filename is None:
+                    if is_element(value, key, piece.shape) and value.numel() and value.untyped_storage().filename is None:
                         self._of(piece)[key] = unit.home.copy(value.reshape(-1)).view(value.shape)
 
     def cut(self, unit: Unit, keys: Mapping[str, torch.dtype], world_size: int, position: int, mirrored: int | None) -> None:
@@ -109,14 +109,14 @@ class ShardedOptimizerState:
         return state
 
 
-def is_cut(value: object, unit: Unit, shape: torch.Size) -> TypeGuard[torch.Tensor]:
+def is_cut(value: object, key: str, unit: Unit, shape: torch.Size) -> TypeGuard[torch.Tensor]:
     """Whether a value of the optimizer's state is cut and moved like the parameter, whose shape, or that of what is here of it, is `shape`.
     Where tensors are whole a unit's owners must agree on its dtype without asking each other: it is the parameter's."""
-    return is_element(value, shape) and (not unit.layout.whole_tensors or value.dtype == unit.dtype)
+    return is_element(value, key, shape) and (not unit.layout.whole_tensors or value.dtype == unit.dtype)
 
 
 def _scalars(unit: Unit, state: Mapping[str, Any], piece: torch.Tensor) -> dict[str, Any]:
-    elements = sorted(key for key, value in state.items() if is_cut(value, unit, piece.shape))
+    elements = sorted(key for key, value in state.items() if is_cut(value, key, unit, piece.shape))
     return {**{key: value for key, value in state.items() if key not in elements}, ELEMENTS: elements}
 
 

@@ -21,8 +21,9 @@ from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.group_members import GroupMembers
 from shoal_worker.engine.hidden_parameters import inside
 from shoal_worker.engine.holders import ShardsLostError
+from shoal_worker.engine.optimizer_state import is_element
 from shoal_worker.engine.parameters import unsaved_buffers
-from shoal_worker.engine.state_in_parts import StateInParts, is_element
+from shoal_worker.engine.state_in_parts import StateInParts
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.layout import Division, among_all
 from shoal_worker.sharding.resharding import (
@@ -92,9 +93,9 @@ class ShardedState(StateInParts):
         for group, places in zip(optimizer.param_groups, self._places, strict=True):
             group["params"] = GroupMembers(holding.pieces[i] for u, i in places for holding in self.units[u].holdings)
         for (u, i), own in made.items():
-            piece = self.units[u].own.pieces[i]
+            piece, shape = self.units[u].own.pieces[i], self.units[u].layout.shapes[i]
             optimizer.state[piece] = {
-                key: value.detach().to(piece.device).reshape(piece.shape) if is_element(value, self.units[u].layout.shapes[i]) else value
+                key: value.detach().to(piece.device).reshape(piece.shape) if is_element(value, key, shape) else value
                 for key, value in own.items()
             }
         self.optimizer = optimizer

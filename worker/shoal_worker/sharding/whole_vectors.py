@@ -75,7 +75,7 @@ def spread(
         for index, (shape, own) in enumerate(zip(unit.layout.shapes, states, strict=True)):
             scalars.append({ELEMENTS: []} if own else {})
             for key, value in own.items():
-                if is_cut(value, unit, shape):
+                if is_cut(value, key, unit, shape):
                     flat = vectors.setdefault(key, torch.zeros(unit.layout.padded_numel, dtype=value.dtype, device=unit.device))
                     unit.layout.views(flat)[index].copy_(value)
                     scalars[index][ELEMENTS].append(key)

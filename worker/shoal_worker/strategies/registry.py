@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from shoal_worker.strategies.model import ShardedModel
     from shoal_worker.strategies.optimizer import ShardedOptimizer
 from shoal_worker.tables import tables_of
+
+_log = logging.getLogger(__name__)
 
 _STRATEGIES = {
     "ddp": ("shoal_worker.strategies.ddp", "DDPModel", "DDPOptimizer"),
@@ -191,11 +194,34 @@ def check_model(strategy: Strategy, module: nn.Module, config: ShardingConfigura
             f"the model has the sparse table {tables[0].name!r}, whose rows are on parameter servers, and strategy={name!r} knows none: "
             f"take {_those(lambda other: other.sparse_tables)}, or torch.nn.Embedding"
         )
+    _check_embeddings(module)
     for parameter_name, parameter in module.named_parameters() if not strategy.complex_parameters else ():
         if parameter.requires_grad and parameter.is_complex():
             raise ConfigurationError(
                 f"parameter {parameter_name!r} is complex, and strategy={name!r} sums real numbers: keep it as two real ones "
                 f"(torch.view_as_complex in the forward pass), or take {_those(lambda other: other.complex_parameters)}"
+            )
+
+
+def _check_embeddings(module: nn.Module) -> None:
+    """Raises ConfigurationError: a forward pass would change parameters, each rank those that its own samples name. Warns where a gradient
+    depends on how a batch is dealt to the ranks."""
+    for path, each in module.named_modules():
+        if not isinstance(each, nn.Embedding | nn.EmbeddingBag):
+            continue
+        kind = type(each).__name__
+        if each.max_norm is not None:
+            raise ConfigurationError(
+                f"{path or 'the model'} is an {kind} with max_norm={each.max_norm}, whose forward pass changes its weight in place: each "
+                "rank would change the rows that its own samples name, and the ranks' weights would drift apart. Leave max_norm out, and "
+                "shorten the looked-up rows in the forward pass: rows * (max_norm / rows.norm(dim=-1, keepdim=True)).clamp(max=1)"
+            )
+        if each.scale_grad_by_freq:
+            _log.warning(
+                "%s is an %s with scale_grad_by_freq=True: rows are counted in each rank's part of a batch, so the result depends on the "
+                "number of ranks, unless micro_batch_size= cuts batches alike for any number",
+                path or "the model",
+                kind,
             )
 
 

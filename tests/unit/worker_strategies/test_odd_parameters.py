@@ -1,0 +1,144 @@
+"""Parameters of odd shapes, and in an odd order in memory: trained as in one process, also from a checkpoint of another strategy."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shoal
+import torch
+from shoal_common.errors import ConfigurationError
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import TensorDataset
+
+SAMPLES, BATCH, STEPS, SAVED_AT = 28, 14, 4, 2
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
+    "fused AdamW": lambda parameters: torch.optim.AdamW(parameters, 1e-2, fused=True),
+    "ASGD": lambda parameters: torch.optim.ASGD(parameters, 0.05, t0=2, lambd=0.01),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, 0.05, initial_accumulator_value=0.3),
+}
+
+
+class Net(nn.Module):
+    """Has a parameter without dimensions, one of one element, one without any, and two that do not lie in memory row by row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten()).to(memory_format=torch.channels_last)
+        self.scale = nn.Parameter(torch.tensor(1.3))
+        self.one = nn.Parameter(torch.tensor([0.7]))
+        self.none = nn.Parameter(torch.zeros(0, 5))
+        self.columns = nn.Parameter(torch.randn(4, 12).t())
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.body(x) @ self.columns * self.scale * self.one + self.none.sum()
+        return output
+
+
+def data() -> TensorDataset:
+    x = torch.randn(SAMPLES, 2, 3, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return TensorDataset(x, x[:, :, 0, :2].flatten(1).square())
+
+
+@functools.cache
+def plain(optimizer: str) -> dict[str, torch.Tensor]:
+    net = Net()
+    updates = OPTIMIZERS[optimizer](net.parameters())
+    x, y = data().tensors
+    for number in range(STEPS):
+        part = slice(number * BATCH % SAMPLES, number * BATCH % SAMPLES + BATCH)
+        nn.functional.mse_loss(net(x[part]), y[part]).backward()
+        updates.step()
+        updates.zero_grad()
+    return net.state_dict()
+
+
+def train(strategy: str, optimizer: str, directory: Path | None, stop_at: int | None, micro: int | None) -> dict[str, torch.Tensor]:
+    """Goes on from what is in the directory, and saves the step there that it stops at."""
+    net = Net()
+    options: dict[str, Any] = {"tensor_parallel_size": 1} if strategy == "hybrid" else {}
+    if strategy == "tensor":
+        options["plan"] = dict.fromkeys(["body.0", "scale", "one", "none", "columns"], "replicate")
+    model, updates = shoal.as_distributed(net, OPTIMIZERS[optimizer](net.parameters()), strategy=strategy, **options)
+    loader = shoal.ElasticDataLoader(data(), global_batch_size=BATCH, micro_batch_size=micro, shuffle=False)
+    if directory is not None:
+        shoal.resume(directory)
+    for _ in loader.epochs(STEPS * BATCH // SAMPLES):
+        for step in loader.steps() if micro else ([batch] for batch in loader):
+            for x, y in step:
+                nn.functional.mse_loss(model(x), y).backward()
+            updates.step()
+            updates.zero_grad()
+            if loader.global_step == stop_at and directory is not None:
+                shoal.save_checkpoint(directory)
+                return {}
+    state: dict[str, torch.Tensor] = model.full_state_dict()
+    return state
+
+
+def assert_as_in_one_process(states: list[dict[str, torch.Tensor]], optimizer: str) -> None:
+    for state in states:
+        torch.testing.assert_close(state, plain(optimizer), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("micro", [None, 4])
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "hybrid"])
+def test_a_fused_optimizer_finds_gradients_in_the_order_of_its_parameters(strategy: str, micro: int | None) -> None:
+    assert_as_in_one_process(shoal.launch(train, strategy, "fused AdamW", None, None, micro, world_size=2), "fused AdamW")
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("saved_by", "strategy"), [("ddp", "ddp"), ("ddp", "zero3"), ("zero1", "hybrid"), ("hybrid", "zero1"), ("zero3", "tensor")]
+)
+def test_moments_of_odd_parameters_are_resumed(saved_by: str, strategy: str, optimizer: str, tmp_path: Path) -> None:
+    shoal.launch(train, saved_by, optimizer, tmp_path, SAVED_AT, None, world_size=2)
+    assert_as_in_one_process(shoal.launch(train, strategy, optimizer, tmp_path, None, None, world_size=3), optimizer)
+
+
+def average(strategy: str, directory: Path, steps: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    net = nn.Linear(4, 3)
+    model, updates = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    loader = shoal.ElasticDataLoader(TensorDataset(torch.ones(8, 4)), global_batch_size=4)
+    shoal.resume(directory)
+    for (x,) in loader:
+        model(x).square().mean().backward()
+        updates.step()
+        updates.zero_grad()
+        averaged.update_parameters(nn.ParameterList(model.gather_full_parameters().values()))
+        if loader.global_step == steps:
+            shoal.save_checkpoint(directory)
+            break
+    return {name.rpartition(".")[2]: value for name, value in averaged.state_dict().items()}
+
+
+@pytest.mark.parametrize(("saved_by", "strategy"), [("ddp", "zero3"), ("tensor", "ddp"), ("zero3", "zero1")])
+def test_an_averaged_model_is_resumed_under_another_strategy(saved_by: str, strategy: str, tmp_path: Path) -> None:
+    """What it holds a copy of has other names there."""
+    (expected,) = shoal.launch(average, "ddp", tmp_path / "whole", 2, world_size=1)
+    shoal.launch(average, saved_by, tmp_path / "resumed", 1, world_size=2)
+    for found in shoal.launch(average, strategy, tmp_path / "resumed", 2, world_size=2):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.usefixtures("fresh_session")
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_a_layer_that_changes_its_weight_in_the_forward_pass_is_refused(kind: Any) -> None:
+    net = nn.Sequential(kind(8, 4, max_norm=1.0))
+    with pytest.raises(ConfigurationError, match=rf"0 is an {kind.__name__} with max_norm=1.0.*shorten the looked-up rows"):
+        shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
+
+
+@pytest.mark.usefixtures("fresh_session")
+def test_gradients_that_depend_on_how_a_batch_is_dealt_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    net = nn.Embedding(8, 4, scale_grad_by_freq=True)
+    shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
+    assert [record.message for record in caplog.records if "scale_grad_by_freq=True: rows are counted" in record.message] != []

@@ -383,6 +383,11 @@ class Engine(abc.ABC):
     def compare_issued(self, told: Sequence[bytes]) -> None:
         """See `TrainingEngine`."""
 
+    @property
+    def passes_with(self) -> str:
+        """All ranks."""
+        return ""
+
     def working(self, group: Group) -> Group:
         """All ranks work."""
         return group

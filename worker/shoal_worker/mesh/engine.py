@@ -357,7 +357,7 @@ class MeshEngine(MeshPasses):
         return at.data if at is not None else 0
 
     @property
-    def passes_with(self) -> str:
+    def passes_with(self) -> str:  # type: ignore[override]  # read-only here
         """See `TrainingEngine`: the ranks of its replica."""
         return f"replica {self.data_parallel_rank}"
 

@@ -86,6 +86,8 @@ class MeshPasses(PartitionedEngine[ModelParts, Closing]):
         """This rank is a spare: no whole replica could be made with it."""
         return self._parts is not None and self._parts.is_empty
 
+    replaces_parameters = True
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass, on all ranks of a replica together.
 

@@ -42,6 +42,7 @@ try:
         _unregister_process_group,
         get_debug_level,
     )
+    from torch._dynamo import trace_rules
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -105,6 +106,10 @@ __all__ = [
 _FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
 uncompiled: Callable[[_FunctionT], _FunctionT] = torch.compiler.disable
 """Decorates functions that torch.compile is to leave as they are. torch's own decorator has no types."""
+
+
+# torch.compile runs Shoal's own code as it is, and compiles what that calls: the user's modules, each between its hooks.
+trace_rules.add("shoal_worker")
 
 
 def native_collective(group: c10d.ProcessGroup, name: str) -> Callable[..., Work]:

@@ -1,5 +1,5 @@
-"""Lightning's Trainer, elastic: a small network with dropout, a schedule, clipping, validations, early stopping. Each rank prints what it
-ends with.
+"""Lightning's Trainer, elastic: a small network with dropout, a schedule, clipping, validations, early stopping, in epochs of a limited
+number of batches. Each rank prints what it ends with.
 
 Arguments: a directory, a strategy ("plain": Lightning's own, alone), and perhaps "kill", "late" or "slow". "kill": the second worker kills
 itself in its 6th step, before the update, "late": in the validation behind step 5; the others wait behind step 10 until its replacement
@@ -113,7 +113,7 @@ def main() -> None:
     directory.mkdir(exist_ok=True)
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    x = torch.randn(40, 8)
+    x = torch.randn(48, 8)
     data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
     course, patience = Course(), EarlyStopping("val_loss", patience=50)
     callbacks: list[Callback] = [course, patience]
@@ -130,6 +130,8 @@ def main() -> None:
         max_epochs=8,
         accelerator="cpu",
         accumulate_grad_batches=4,
+        limit_train_batches=20,
+        limit_val_batches=0.9,
         gradient_clip_val=0.5,
         logger=False,
         callbacks=callbacks,

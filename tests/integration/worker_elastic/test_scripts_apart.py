@@ -8,6 +8,7 @@ from tests.integration.worker_elastic.cluster import cluster
 from tests.zygote.children import Zygote
 
 SCRIPT = Path(__file__).parent / "evaluates_alone.py"
+LEAVES_OUT = Path(__file__).parent / "leaves_out_a_step.py"
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3", "tensor"])
@@ -31,3 +32,28 @@ def test_an_operation_in_the_middle_of_a_step_is_refused_by_name(zygote: Zygote,
         for worker in (running.workers[0], running.workers[1]):
             assert worker.wait() == 1, worker.said()
         assert "evaluate was called inside a step: call it after optimizer.step()" in running.said()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mistake", "says"),
+    [
+        ("ddp", "step", "rank 0 ends the step (optimizer.step()"),
+        ("zero1", "step", "rank 0 ends the step (optimizer.step()"),
+        ("zero3", "step", "rank 0 ends the step (optimizer.step()"),
+        ("tensor", "step", "rank 1 takes the model through a forward pass"),
+        ("ddp", "second", "rank 1 ends the batch"),
+        ("zero3", "second", "rank 1 ends the batch"),
+        ("tensor", "second", "rank 1 ends the batch"),
+    ],
+)
+def test_an_optimizers_step_that_one_rank_leaves_out_ends_the_run_in_seconds(
+    zygote: Zygote, tmp_path: Path, strategy: str, mistake: str, says: str
+) -> None:
+    environment = {"STRATEGY": strategy, "MISTAKE": mistake}
+    with cluster(zygote, tmp_path, min_workers=2, max_workers=2, script=LEAVES_OUT, **environment) as running:
+        running.start(0)
+        running.start(1)
+        for worker in (running.workers[0], running.workers[1]):
+            assert worker.wait() == 1, worker.said()
+            assert "different ways in step 3" in worker.said()
+            assert says in worker.said(), worker.said()

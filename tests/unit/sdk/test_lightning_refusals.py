@@ -71,7 +71,8 @@ def adds_an_error(module: Any) -> None:
     [
         ({"strategy": "tensor"}, r"ShoalStrategy\('tensor'\): expected one of ddp, zero1, zero2, zero3, fsdp, hsdp"),
         ({"devices": 2}, "devices=2: ShoalStrategy does not do that: a worker has one device: `shoal run --nproc-per-node`"),
-        ({"limit_train_batches": 1}, "limit_train_batches=1: ShoalStrategy does not do that"),
+        ({"limit_train_batches": 0}, r"fit\(\) with limit_train_batches=0: ShoalStrategy does not do that: nothing would be trained"),
+        ({"limit_train_batches": 0.1}, "limit_train_batches=0.1 of 2 batches is less than one: give at least 0.5"),
         ({"precision": "64-true"}, "precision='64-true': ShoalStrategy does not do that: use '32-true' or 'bf16-mixed'"),
         ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "gradient_clip_algorithm='value'.*clip by norm"),
         ({"max_time": "00:01:00:00"}, "Timer: ShoalStrategy does not do that: clocks differ by worker"),

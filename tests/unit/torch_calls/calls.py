@@ -112,6 +112,10 @@ def _values(module: Any) -> list[torch.Tensor]:
     return [value.detach().clone() for value in module.parameters()]
 
 
+def _members(optimizer: Any) -> list[torch.Tensor]:
+    return [member for group in optimizer.param_groups for member in group["params"]]
+
+
 def _named(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name.removeprefix("module."): value.detach().clone() for name, value in state.items()}
 
@@ -284,6 +288,15 @@ CALLS: Final[list[Call]] = [
         do=lambda model, optimizer, net: optimizer.register_step_post_hook(lambda *_: None).remove(),
         state=LOOP,
         cut=LOOP,
+    ),
+    Call(
+        says='values in `optimizer.param_groups`: `sum(p.norm() ** 2 for p in group["params"])`',
+        do=lambda model, optimizer, net: [p.detach().norm() for p in _members(optimizer)],
+        cut=VALUES,
+    ),
+    Call(
+        says="`p.numel()`, `p.shape` in `optimizer.param_groups`",
+        do=lambda model, optimizer, net: [torch.tensor([p.numel(), *p.shape]) for p in _members(optimizer)],
     ),
     Call(says="`optimizer.state_dict()`, on every rank", do=lambda model, optimizer, net: _optimizer_state(optimizer)),
     Call(

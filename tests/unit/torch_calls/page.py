@@ -42,9 +42,12 @@ were still there. Large batches in parts are `micro_batch_size=` ([guide](guides
 
 ## Which values the optimizer has
 
-`optimizer.param_groups` holds what this rank updates: pieces of parameters, flat, where these are cut. Learning rates and other settings
-are read and set there as ever, and element by element (`p.clamp_(-1, 1)`) all is right; a norm or a shape is that of the piece.
-`model.gather_full_parameters()` gives whole ones.
+`optimizer.param_groups` has the optimizer's settings, read and set there as ever, and the model's own parameters, though the optimizer
+updates pieces of them where these are cut. So what is computed there over `p` is as over `model.parameters()`: right, or an error that
+names what to call. `model.gather_full_parameters()` gives whole values on every rank, and `optimizer.state_dict()` the whole state;
+`optimizer.state[p]` raises where this rank has that of its pieces. Step hooks of one optimizer, and those of all
+(`torch.optim.optimizer.register_optimizer_step_post_hook`), would be called with the optimizer of the pieces: `optimizer.step()` raises.
+Why so: [decision 289](decisions/0289-groups-of-whole-parameters.md).
 
 What changes values (`load_state_dict`, `p.mul_`, `nn.init`) has to be done alike on every rank, as in torch's own data parallelism.
 
@@ -64,6 +67,13 @@ What changes values (`load_state_dict`, `p.mul_`, `nn.init`) has to be done alik
   forward pass, or, with a plain batch and `backward()`, until `optimizer.step()`. What a script changes when the step is closed (behind
   `train_step`, clipping, the inner loop over micro-batches, or `step()`) stays what each rank made of it, and has to be alike. Integers are
   exact, and refused if they move by more than 2^40 in a step (`test_buffers.py`).
+
+## torch.compile
+
+`torch.compile(model)`, with what as_distributed returned, computes what the model does, under every strategy: Shoal's own code and its
+hooks run as they are, and the user's modules between them are compiled. `model.compile()` does so in place, and so does compiling the
+module, or blocks of it, before `as_distributed`. Under `tensor`, `pipeline` and a `hybrid` of these, layers that are split are left as they
+are (`tests/unit/worker_strategies/test_compiled_models.py`).
 
 ## A moving average
 

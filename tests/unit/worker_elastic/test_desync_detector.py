@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from shoal_worker.elastic.course import CLOSING, FORWARD, GRADIENTS, Course
 from shoal_worker.elastic.desync_detector import DesyncDetector
 from shoal_worker.elastic.operations import Operations
 from shoal_worker.elastic.waiting import Waiting
@@ -47,7 +48,8 @@ class Rank:
         self.steps, self.operations, self.step = 4, Operations(), None
         self.waiting = Waiting(cast(RedisStore, notes))
         self.ended: str | None = None
-        self.engine, self.log = self, [4]
+        self.engine, self.log, self.passes_with = self, [4], ""
+        self.course = Course()
         self.group = SimpleNamespace(rank=number, broken=None, waiting=self.waiting, abort=self._abort)
         self.detector = DesyncDetector(cast(Any, self))
 
@@ -64,7 +66,7 @@ class Rank:
         self.waiting.where = where
 
     def steps_of(self, loader: str) -> None:
-        self.step = cast(Any, SimpleNamespace(source=SimpleNamespace(name=loader)))
+        self.step = cast(Any, SimpleNamespace(source=SimpleNamespace(name=loader), course=self.course))
 
 
 @contextmanager
@@ -121,6 +123,62 @@ def test_ranks_of_which_one_has_come_further_wait_on(ranks: list[Rank], log: lis
     with one.waiting, other.waiting:
         look(one, other)
     assert one.ended is other.ended is other.waiting.verdict is None
+
+
+def test_a_step_that_one_rank_ends_and_another_goes_on_with_is_told(ranks: list[Rank]) -> None:
+    """One leaves out `optimizer.step()`."""
+    one, other = ranks
+    for rank, last in zip(ranks, (CLOSING, GRADIENTS), strict=True):
+        rank.steps_of("train")
+        rank.course.begin(1, 4, 0)
+        rank.course.add(GRADIENTS)
+        rank.course.add(last)
+    with one.waiting, other.waiting:
+        look(one, other)
+    assert other.ended is not None
+    assert "in step 5" in other.ended
+    assert "rank 0 ends the step (optimizer.step()" in other.ended
+    assert "rank 1 sums gradients of a backward pass" in other.ended
+    assert one.waiting.verdict == other.ended
+
+
+def test_ranks_of_which_one_has_come_further_in_its_course_wait_on(ranks: list[Rank]) -> None:
+    one, other = ranks
+    for rank in ranks:
+        rank.steps_of("train")
+        rank.course.add(GRADIENTS, "model 0")
+    other.course.add(CLOSING, "model 0")
+    with one.waiting, other.waiting:
+        look(one, other)
+    assert one.ended is other.ended is None
+
+
+def test_forward_passes_are_compared_within_a_replica_alone(ranks: list[Rank]) -> None:
+    """Of a model that is cut over ranks, each replica may take other numbers of micro-batches, and ends its batch as the others do."""
+    third = Rank(2, cast(Any, ranks[0].waiting._notes))
+    for rank, replica, courses in zip(
+        [*ranks, third], "001", [[FORWARD, CLOSING], [FORWARD, FORWARD], [FORWARD, FORWARD, CLOSING]], strict=True
+    ):
+        rank.steps_of("train")
+        rank.passes_with = f"replica {replica}"
+        for what in courses:
+            rank.course.add(what)
+    one, other = ranks
+    with third.waiting, one.waiting:
+        look(third, one)
+        assert third.ended is one.ended is None
+        with other.waiting:
+            look(other)
+    assert other.ended is not None
+    assert "rank 1 takes the model through a forward pass" in other.ended
+
+
+def test_the_course_of_a_step_that_was_left_goes_on_in_the_next_one_at_its_place() -> None:
+    course = Course()
+    for place, expected in (((1, 4), 1), ((1, 4), 2), ((1, 5), 1), ((2, 5), 1)):
+        course.begin(*place)
+        course.add(GRADIENTS)
+        assert course.told(passes=True)["issued"] == [0] * expected
 
 
 def test_ranks_that_wait_in_the_same_thing_or_at_different_places_wait_on(ranks: list[Rank]) -> None:

@@ -16,7 +16,8 @@ from typing import Any, Final
 import xxhash
 from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
 
-from shoal_worker.elastic.loader_interface import StepSource
+from shoal_worker.elastic.course import Course
+from shoal_worker.elastic.loader_interface import Placement, StepSource
 from shoal_worker.elastic.operations import Operations
 from shoal_worker.elastic.phase import Phase, ScriptPhase
 from shoal_worker.elastic.reconcile import Interrupted, Standing, StateName
@@ -54,6 +55,7 @@ class HeldState:
         """See `Standing`. Until the next group is formed."""
         self.step: Step | None = None
         """The step in progress."""
+        self._course = Course()
         self.outcomes = 0
         """Number of steps whose outcome the script was told. A joiner counts on from its peers' count."""
         self.compared = 0
@@ -123,6 +125,12 @@ class HeldState:
     def in_round(self) -> bool:
         """Steps were committed that are this rank's alone: they wait for the end of the round (see `keep`)."""
         return self._kept is not None and self._kept.name != self.name
+
+    def begin_step(self, placement: Placement, source: StepSource | None) -> Step:
+        """Begins one in the group of `placement`."""
+        self._course.begin(placement.generation, self.steps, self.operations.position)
+        self.step = Step(placement=placement, source=source, course=self._course)
+        return self.step
 
     def committed(self, step: Step) -> None:
         """`step` was applied: the state has its name now."""

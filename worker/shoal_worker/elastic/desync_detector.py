@@ -3,8 +3,9 @@
 Of two ranks of which one evaluates and the other takes a step, each waits in a collective that the other does not issue. That looks like a
 slow peer, so nothing is asked while nobody waits. Who has waited for a second writes down in the group's store where it stands and what it
 is in, and reads what the first that waited there has written. Where that is something else, no rank will ever come: the group ends with
-RANKS_DIVERGED, which says who is in what. Of ranks that are in the same step, what they have issued in their passes is compared, as far as
-both have come. It costs nothing in a step, and one small message to the store for each wait of more than a second.
+RANKS_DIVERGED, which says who is in what. Of ranks that are in the same step, what they have issued in it is compared, as far as both have
+come (`course.py`). It costs nothing in a step but the noting of that, and for each wait of more than a second one or two small messages to
+the store.
 
 Runs on a thread of its own, and reads what the training thread is in; that stands still while it waits.
 """
@@ -19,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shoal_common.errors import PreconditionError, ShoalError
 
-from shoal_worker.elastic.divergence import waits_apart
+from shoal_worker.elastic.course import Course, apart
+from shoal_worker.elastic.divergence import courses_apart, waits_apart
 from shoal_worker.elastic.waiting import Wait, Where
 
 if TYPE_CHECKING:
@@ -75,18 +77,39 @@ class DesyncDetector:
         return Where(at, None, step.source) if step is not None else None
 
     def _compare(self, group: Group, wait: Wait) -> None:
-        in_step = wait.where.operation is None
-        issued = self._session.engine.issued().decode() if in_step else ""
-        mine: dict[str, Any] = {"rank": group.rank, "what": wait.where.what, "issued": issued}
+        mine: dict[str, Any] = {"rank": group.rank, "what": wait.where.what}
+        try:
+            if wait.where.operation is None:
+                self._compare_in_step(group, wait, mine)
+            else:
+                self._tell(group, wait, mine)
+        except PreconditionError as apart:
+            if group.waiting.now is wait:
+                group.waiting.condemn(str(apart))
+                group.abort(str(apart))
+
+    @staticmethod
+    def _tell(group: Group, wait: Wait, mine: dict[str, Any]) -> dict[str, Any]:
+        """Returns what the first rank has told that waits at the same place. Raises PreconditionError: it waits in something else."""
         first: dict[str, Any] = json.loads(group.waiting.note(wait.where.at, json.dumps(mine)))
-        error: str | None = None
         if first["what"] != mine["what"]:
-            error = str(waits_apart(first, mine))
-        elif in_step:
-            try:
-                self._session.engine.compare_issued([first["issued"].encode(), mine["issued"].encode()])
-            except PreconditionError as apart:
-                error = str(apart)
-        if error is not None and group.waiting.now is wait:
-            group.waiting.condemn(error)
-            group.abort(error)
+            raise waits_apart(first, mine)
+        return first
+
+    def _compare_in_step(self, group: Group, wait: Wait, mine: dict[str, Any]) -> None:
+        """Raises PreconditionError: this rank and another have issued different collectives in the step that both are in."""
+        engine, step = self._session.engine, self._session.step
+        course, passes_with = step.course if step is not None else Course(), engine.passes_with
+        mine |= {"issued": engine.issued().decode(), "course": course.told(passes=not passes_with)}
+        first = self._tell(group, wait, mine)
+        engine.compare_issued([first["issued"].encode(), mine["issued"].encode()])
+        self._compare_courses(first, mine, wait)
+        if passes_with:
+            own = {"rank": group.rank, "course": course.told(passes=True)}
+            self._compare_courses(json.loads(group.waiting.note(wait.where.at, json.dumps(own), passes_with)), own, wait)
+
+    @staticmethod
+    def _compare_courses(first: dict[str, Any], mine: dict[str, Any], wait: Wait) -> None:
+        what = apart(first["course"], mine["course"])
+        if what is not None:
+            raise courses_apart(first, mine, what, wait.where.at[0] + 1)

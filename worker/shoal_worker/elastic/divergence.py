@@ -60,6 +60,18 @@ def waits_apart(one: dict[str, Any], other: dict[str, Any]) -> PreconditionError
     )
 
 
+def courses_apart(one: dict[str, Any], other: dict[str, Any], what: tuple[str, str], step: int) -> PreconditionError:
+    """The error for ranks that wait for each other in different collectives of step number `step`. Each: its `rank`. `what`: what either
+    does."""
+    (first, does), (second, does_) = sorted(((int(each["rank"]), text) for each, text in zip((one, other), what, strict=True)))
+    return PreconditionError(
+        f"the ranks' scripts went different ways in step {step}, and would wait for each other for ever: rank {first} {does}, where rank "
+        f"{second} {does_}; every rank must do the same passes in a step, and call optimizer.step() at the same place, of several models "
+        f"for the same optimizers in one order. {COUNTING}",
+        reason=REASON,
+    )
+
+
 def operations_apart(who: str) -> PreconditionError:
     """The error for ranks that do different things between two steps. `who`: which rank is in what."""
     return PreconditionError(

@@ -17,6 +17,7 @@ from typing import Final, NamedTuple, SupportsFloat
 
 from shoal_common.errors import PreconditionError, ShoalError
 
+from shoal_worker.elastic.course import Course
 from shoal_worker.elastic.loader_interface import Placement, Share, StepSource, WeighRows
 
 # ---------------------------------------------------------------------------------------------------------------- where the script stands
@@ -102,6 +103,8 @@ class Step:
     """Whose samples it takes; None: the user's own loop, without a loader of Shoal's."""
     of: str = ""
     """Says whose step it is where there are several models, or which of them it has updated: alike on all ranks. Empty: there is one."""
+    course: Course = dataclasses.field(default_factory=Course)
+    """What this rank has issued of the step's collectives, and of those of a step before it that was left."""
     share: Share | None = None
     handed_out: bool = False
     left: bool = False
@@ -136,6 +139,11 @@ class Step:
     def in_micro_batches(self) -> bool:
         """It is cut into micro-batches, instead of one plain batch per rank."""
         return self.share is not None and self.share.micro_batches is not None
+
+    def issues(self, what: str) -> None:
+        """A collective of the step is about to be issued. `what`: see `Course.add`."""
+        if self.lost is None:
+            self.course.add(what, self.of)
 
     def check_whole(self) -> None:
         """Raises PreconditionError unless the inner loop took all micro-batches of this rank: a commit counts them all as trained on."""

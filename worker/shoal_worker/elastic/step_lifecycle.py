@@ -127,7 +127,7 @@ class StepLifecycle:
                 self._departure.obey(stop)
                 raise
             self._stop = stop  # whoever only looks at the batch, and leaves its loop, does as its peers did
-        step = self._held.step = Step(placement=self._borders.placement, source=source)
+        step = self._held.begin_step(self._borders.placement, source)
         if self._stop is not None:
             step.fail(str(self._stop))
         self._held.phase.resume()

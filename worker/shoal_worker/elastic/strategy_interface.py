@@ -93,6 +93,11 @@ class TrainingEngine(Protocol):
         """`told`: what ranks say of that. Raises PreconditionError: they will wait for each other for ever."""
         ...
 
+    @property
+    def passes_with(self) -> str:
+        """Names the ranks that go through the model's passes together with this one; empty: all do."""
+        ...
+
     def working(self, group: Group) -> Group:
         """The ranks of `group`, for which the model was regrouped, that are no spares. Asked of those alone."""
         ...

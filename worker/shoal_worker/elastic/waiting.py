@@ -78,11 +78,12 @@ class Waiting:
     def __exit__(self, *_: object) -> None:
         self.now = None
 
-    def note(self, at: At, text: str) -> str:
-        """Writes down `text` for a place, if no rank has yet. Returns what is written there. Raises StoreError, ShoalError."""
+    def note(self, at: At, text: str, among: str = "") -> str:
+        """Writes down `text` for a place, if no rank has yet. `among`: names the ranks that compare it; empty: all. Returns what is written
+        there. Raises StoreError, ShoalError."""
         if self._notes is None:
             return text
-        return self._notes.compare_set(f"{at[0]}/{at[1]}", "", text).decode()
+        return self._notes.compare_set(f"{at[0]}/{at[1]}/{among}", "", text).decode()
 
     def condemn(self, verdict: str) -> None:
         """The group is to end, on all ranks that hear of it, with this error."""

@@ -51,6 +51,20 @@ class Whereabouts:
         self.gradient: Any = torch.empty(0).as_subclass(_Gradient)
         """What `.grad` is where there is a gradient, but elsewhere."""
         self.gradient.whereabouts = self
+        self._pieces: list[weakref.ref[torch.Tensor]] = []
+
+    def look_at(self, pieces: Iterable[torch.Tensor]) -> None:
+        """Code of the user's may look at the gradients of these pieces, which this rank updates: a GradScaler, say."""
+        own = list(pieces)
+        guard_parts(own, guarded=True)
+        self._pieces = [weakref.ref(piece) for piece in own]
+        for gradient in self.gradients():
+            gradient.__dict__[_SEEN] = False
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Returns those gradients."""
+        found = (gradient_of(piece) for each in self._pieces if (piece := each()) is not None)
+        return [gradient for gradient in found if gradient is not None]
 
 
 class HiddenParameter:
@@ -148,6 +162,10 @@ class _Gradient(torch.Tensor):
         if func is torch.Tensor.as_subclass:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]  # torch's is untyped
         found = next(each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, _Gradient))
+        if (told := _OF_A_SCALER.get(func)) is not None:
+            return told(found.whereabouts.gradients())
+        if func is torch._amp_foreach_non_finite_check_and_unscale_:
+            return _unscale(*args)
         raise PreconditionError(
             f"{_name(func)} of p.grad: with strategy={found.whereabouts.strategy!r} gradients are summed into what each rank updates, and "
             "not left in the parameters. model.clip_grad_norm_(max_norm) clips by the norm over all ranks; model.get_gradients() gives "
@@ -161,12 +179,42 @@ class _Gradient(torch.Tensor):
         return self
 
 
+def _unscale(given: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
+    """A GradScaler unscales gradients, some of which may stand for those that this rank updates with: does so with each of those once."""
+    gradients = {id(each): each for each in given if not isinstance(each, _Gradient)}
+    for each in given:
+        if isinstance(each, _Gradient):
+            gradients |= {id(one): one for one in each.whereabouts.gradients()}
+    kinds: dict[Any, list[torch.Tensor]] = {}
+    with inside():
+        for gradient in gradients.values():
+            if not gradient.__dict__.get(_SEEN):
+                gradient.__dict__[_SEEN] = True
+                kinds.setdefault((gradient.dtype, gradient.device), []).append(gradient)
+        for (_, device), alike in kinds.items():
+            here = found_inf.to(device)
+            torch._amp_foreach_non_finite_check_and_unscale_(alike, here, inverse.to(device))
+            found_inf.copy_(torch.maximum(found_inf, here.to(found_inf.device)))
+
+
+_SEEN: Final = "_shoal_unscaled"
+_T: Final[Any] = torch.Tensor
+_OF_A_SCALER: Final[dict[Any, Callable[[Any], Any]]] = {
+    _T.is_sparse.__get__: lambda gradients: False,
+    _T.dtype.__get__: lambda gradients: gradients[0].dtype if gradients else torch.float32,
+    _T.device.__get__: lambda gradients: gradients[0].device if gradients else torch.device("cpu"),
+}
+"""What a GradScaler asks of gradients."""
+
+
 class _Part(torch.Tensor):
     """What this rank updates with, while code of the user's may look at it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _TELLS and func is not torch._amp_foreach_non_finite_check_and_unscale_:  # which a GradScaler does on all ranks
+        if func is torch._amp_foreach_non_finite_check_and_unscale_:  # which a GradScaler does on all ranks
+            return _unscale(*args)
+        if func not in _TELLS:
             raise PreconditionError(
                 f"{_name(func)} of a gradient that this rank updates with: it is but a part of the step's, whose sum the ranks have agreed "
                 "on. model.clip_grad_norm_(max_norm) clips on all of them; model.get_gradients() gives this rank's part"
@@ -206,7 +254,6 @@ def _told(tell: Callable[..., Any]) -> Callable[..., Any]:
     return told
 
 
-_T: Final[Any] = torch.Tensor
 _TELLS: Final[dict[Any, Callable[..., Any]]] = {
     _T.shape.__get__: _told(lambda shape, _: shape),
     _T.ndim.__get__: _told(lambda shape, _: len(shape)),

@@ -88,7 +88,7 @@ class ModelSession:
     def begin(self, step: Step) -> None:
         """The run's step begins."""
         self.forget()
-        self._own = Step(placement=step.placement, source=step.source, of=f"model {self.number}")
+        self._own = Step(placement=step.placement, source=step.source, of=f"model {self.number}", course=step.course)
 
     def forget(self) -> None:
         """The run's step is over for this model."""

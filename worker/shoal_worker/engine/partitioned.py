@@ -346,7 +346,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             if self._closing is not None and step.control is not None and not math.isfinite(self._closing.norm):
                 self.scale_gradients(math.nan)
         if self._parts is not None:
-            guard_parts(self._parts.optimized, guarded=True)
+            self._whereabouts.look_at(self._parts.optimized)
 
     @property
     def _scaled_by(self) -> float:

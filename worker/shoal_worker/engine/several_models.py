@@ -32,6 +32,7 @@ from shoal_common.errors import MembershipChanged
 from shoal_common.failpoints import failpoint
 
 from shoal_worker.elastic.channel import Channel
+from shoal_worker.elastic.course import BATCH
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.loader_interface import Leases
 from shoal_worker.elastic.row_store import RowStore
@@ -107,6 +108,10 @@ class SeveralEngines:
         ranks = [json.loads(each) for each in told if each]
         for number, engine in enumerate(self._engines):
             engine.compare_issued([each[number].encode() for each in ranks])
+
+    @property
+    def passes_with(self) -> str:
+        return self._first.passes_with
 
     def working(self, group: Group) -> Group:
         return self._first.working(group)
@@ -226,6 +231,7 @@ class SeveralEngines:
         if step is not None and step.lost is None and step.phase is StepPhase.OPEN:
             session.seal_step()
             control = session.control_word()
+            step.issues(BATCH)
             with LosingStep(session) as closing:
                 if session.elastic:
                     if group is None:

@@ -22,6 +22,7 @@ from shoal_common.failpoints import failpoint
 from torch import nn
 
 from shoal_worker.elastic.channel import Channel, LocalChannel
+from shoal_worker.elastic.course import CLOSING, SUM
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.loader_interface import Share, StepStatus
 from shoal_worker.elastic.step import CONTROL_LENGTH, Step
@@ -272,6 +273,7 @@ class MeshEngine(MeshPasses):
             self._prepare_pass(step)
             for _ in range(share.most_micro_batches - (share.micro_batches or 0)):
                 mesh.take_part()
+            step.issues(SUM)
             mesh.sum_gradients()
             if step.lost is not None:
                 return
@@ -280,6 +282,7 @@ class MeshEngine(MeshPasses):
             failpoint("sharded.sealed")
             norm = mesh.gradients.squared_norm()
             issued = mesh.execution.issued.word() if mesh.execution is not None else []
+            step.issues(CLOSING)
             told = mesh.all.sum_numbers([*session.control_word(), norm, *issued])
             failpoint("step.closed")
         if summing.failed:
@@ -352,6 +355,11 @@ class MeshEngine(MeshPasses):
         """Which replica of the model this rank belongs to; 0 in a spare."""
         at = self.layouts.axes(self._session.world_size).at(self._session.rank)
         return at.data if at is not None else 0
+
+    @property
+    def passes_with(self) -> str:  # type: ignore[override]  # read-only here
+        """See `TrainingEngine`: the ranks of its replica."""
+        return f"replica {self.data_parallel_rank}"
 
     @property
     def leads_replica(self) -> bool:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 
+from shoal_worker.elastic.course import FORWARD
 from shoal_worker.elastic.step import Step
 from shoal_worker.engine.base import Setup
 from shoal_worker.engine.failed_collectives import LosingStep
@@ -85,6 +86,8 @@ class MeshPasses(PartitionedEngine[ModelParts, Closing]):
         """This rank is a spare: no whole replica could be made with it."""
         return self._parts is not None and self._parts.is_empty
 
+    replaces_parameters = True
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass, on all ranks of a replica together.
 
@@ -101,6 +104,7 @@ class MeshPasses(PartitionedEngine[ModelParts, Closing]):
         begun = training and self.idle and self._session.step is None and self._begin_pass()
         if self._ahead or (training and not begun and not self._begin_pass()):
             return self._stand_in()(*args, **kwargs)
+        self._note_pass()
         with self._passing():
             if self._pipeline_here:
                 return self._through_pipeline(kwargs if kwargs and not args else args)
@@ -115,6 +119,7 @@ class MeshPasses(PartitionedEngine[ModelParts, Closing]):
             return self._stand_in()(*args, **kwargs)
         if self._mesh is not None and self._mesh.execution is not None:
             self._mesh.execution.reduces_in_backward = False
+        self._note_pass()
         with self._passing():
             output = self.module(*args, **kwargs)
         if any(tensor.requires_grad for tensor in pytree.tree_leaves(output) if isinstance(tensor, torch.Tensor)):
@@ -180,6 +185,7 @@ class MeshPasses(PartitionedEngine[ModelParts, Closing]):
             weights = step.weigh([one.samples for one in batches])
             batches = [dataclasses.replace(one, weight=weight) for one, weight in zip(batches, weights, strict=True)]
         several = step is not None and step.in_micro_batches  # of which the closing tells but the mean
+        self._note_pass()
         with LosingStep(self._session), self._passing():
             return self._mesh.train_on(batches, None if loss_fn is None else self._within_region(loss_fn), everywhere=several)
         return torch.zeros((), dtype=torch.float64)
@@ -203,6 +209,7 @@ class MeshPasses(PartitionedEngine[ModelParts, Closing]):
         """See `ShardedModel`. All ranks of a replica call it, with the same inputs, and get the same outputs."""
         if self._ahead:
             return call_module(self._stand_in().eval(), inputs)
+        self._note_pass()
         with self._passing():
             if self._pipeline_here:
                 return self._through_pipeline(inputs)
@@ -223,6 +230,12 @@ class MeshPasses(PartitionedEngine[ModelParts, Closing]):
         with self._passing(), contextlib.nullcontext() if self._mesh is None else self._mesh.drawing_alike():
             module: Any = self.module
             return module.generate(*args, **kwargs)
+
+    def _note_pass(self) -> None:
+        """The ranks of the replica are about to meet in a pass, in a step or between steps."""
+        step = self._session.step
+        if step is not None and self._mesh is not None:
+            step.issues(FORWARD)
 
     @contextlib.contextmanager
     def _passing(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ from shoal_common.failpoints import failpoint
 from torch import nn
 
 from shoal_worker.elastic.channel import Channel
+from shoal_worker.elastic.course import CLOSING
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.loader_interface import StepStatus
 from shoal_worker.elastic.row_store import RowStore
@@ -264,6 +265,7 @@ class ReplicatedEngine(Engine):
             return
         control = session.control_word()
         if session.elastic:
+            step.issues(CLOSING)
             with LosingStep(self._session) as closing:
                 if group is None:
                     raise MembershipChanged("there is no group")

@@ -29,6 +29,7 @@ from shoal_common.errors import ConfigurationError
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from shoal_worker.elastic.course import GRADIENTS
 from shoal_worker.engine.compressed import GradientCompression, check_floating, memory_order
 from shoal_worker.engine.passes import half_a_pass
 from shoal_worker.replicated.buckets import Bucket, Flight, Slot, lay_out
@@ -239,7 +240,9 @@ class OverlappedReduction:
     # ------------------------------------------------------------------------------------------------------------- sending
 
     def _send(self, bucket: Bucket) -> None:
-        factor = _factor(self._share)
+        step, factor = self._session.step, _factor(self._share)
+        if self._next == 0 and step is not None:
+            step.issues(GRADIENTS)
         bucket.fill(factor, sums=self._sums)
         self._next += 1
         if self._next == len(self._buckets):

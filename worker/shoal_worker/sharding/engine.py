@@ -25,6 +25,7 @@ from torch import nn
 
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.elastic.channel import Channel
+from shoal_worker.elastic.course import CLOSING
 from shoal_worker.elastic.generation import Topology
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.loader_interface import Share
@@ -233,7 +234,7 @@ class ShardedEngine(ShardedPasses):
         assert step is not None
         self._check_training()
         self._begin_step()
-        self._execution.begin_step(self._applied + 1)
+        self._execution.begin_step(self._applied + 1, step.issues)
         self._weights, self._changes = 0.0, None
         self._passes_begin()
         if self._held.whole:
@@ -272,6 +273,7 @@ class ShardedEngine(ShardedPasses):
             for _ in range(share.most_micro_batches - (share.micro_batches or 0)):
                 self._execution.take_part()
         self._execution.reduce_rest()
+        step.issues(CLOSING)
         if step.lost is not None or not self._seal():
             return
         failpoint("sharded.sealed")

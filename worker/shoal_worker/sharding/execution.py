@@ -170,6 +170,7 @@ class ShardedExecution:
         """They have asked each other in this step."""
         self._number = 0
         """The number of the step that began last."""
+        self._issues: Callable[[str], None] = _do_nothing
         self._hooks: list[RemovableHandle] = []
         for number, unit in enumerate(self._reduced):
             for index, leaf in enumerate(unit.leaves):
@@ -268,12 +269,13 @@ class ShardedExecution:
         while self._on_their_way:
             self._on_their_way.popleft().wait()
 
-    def begin_step(self, number: int) -> None:
-        """Step number `number` of this model begins: see `forget`. The gradients of one that was lost are void."""
+    def begin_step(self, number: int, issues: Callable[[str], None] = _do_nothing) -> None:
+        """Step number `number` of this model begins: see `forget`. The gradients of one that was lost are void. `issues`: told what this
+        rank is about to do together with the others."""
         self.forget()
         if number == self._number:
             self.drop_gradients()
-        self._number, self._pass = number, []
+        self._number, self._pass, self._issues = number, [], issues
         self.issued.begin(number)
         self._asked = False
 
@@ -468,7 +470,11 @@ class ShardedExecution:
 
     def _record(self, kind: str, unit: Unit) -> None:
         self._pass.append((kind, unit))
-        if self._stage is Stage.PARAMETERS and not (kind == "gather" and unit.resident) and not self._collectives.lost:
+        if self._collectives.lost or (kind == "gather" and (unit.resident or self._stage is not Stage.PARAMETERS)):
+            return
+        what = "gathers the values" if kind == "gather" else "sums the gradients"
+        self._issues(f"{what} of block {unit.name!r}" if unit.name else f"{what} of what is in no block")
+        if self._stage is Stage.PARAMETERS:
             self.issued.add(kind, self._numbers[unit])
 
     def _order_at(self, position: int) -> Block | None:

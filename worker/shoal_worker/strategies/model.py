@@ -137,6 +137,11 @@ class ShardedModel(nn.Module):
         self._among.refuse_stale(output)
         return output
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles the module's forward pass in place, as `torch.nn.Module.compile` does with what it is given. `torch.compile(model)`
+        gives a model that computes the same; either leaves Shoal's own code as it is."""
+        self.module.compile(*args, **kwargs)
+
     def train_step(self, inputs: Any, targets: Any = None, loss_fn: Loss | None = None) -> torch.Tensor:
         """Forward, loss, backward and synchronization. Returns the loss averaged over the whole batch, the same on every rank.
 

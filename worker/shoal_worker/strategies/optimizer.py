@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim import optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
 from shoal_worker.elastic.evaluation import should_early_stop
@@ -19,6 +19,7 @@ from shoal_worker.state.serial import dump_tensors, load_tensors
 from shoal_worker.state.tree import flatten, unflatten
 from shoal_worker.strategies.fitting import OptimizationInputData, OptimizationResult, fit
 from shoal_worker.strategies.model import ShardedModel
+from shoal_worker.strategies.whole_groups import StateOfPieces, WholeGroups
 
 
 def _check_alone(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -28,7 +29,16 @@ def _check_alone(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         session.registered.check_alone(optimizer)
 
 
-register_optimizer_step_pre_hook(_check_alone)
+torch_optimizer.register_optimizer_step_pre_hook(_check_alone)
+
+
+def _global_hook() -> str:
+    """Names a hook that a script has registered for all optimizers; empty: there is none."""
+    for hooks in (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks):
+        for hook in hooks.values():
+            if hook is not _check_alone:
+                return f"the step hook of all optimizers {getattr(hook, '__qualname__', type(hook).__qualname__)!r}, in a step"
+    return ""
 
 
 MembershipCallback = Callable[[Placement, Placement], object]
@@ -38,9 +48,10 @@ MembershipCallback = Callable[[Placement, Placement], object]
 class ShardedOptimizer(ForwardingOptimizer):
     """The optimizer that goes with a `ShardedModel`, and goes on with other ranks when some die, leave or join.
 
-    It shares `param_groups` and `state` with the user's optimizer, so that schedulers and code that looks into them work on either. Nothing
-    has to be done about other ranks: the global batch stays what it is, so learning rate and schedule do, too, and steps that a fault made
-    void are taken again. `on_membership_change` is for what lies outside of training: logging, the number of data workers, a cost account.
+    It shares settings and state with the user's optimizer, so that schedulers and code that looks into them work on either; the parameters
+    in its groups are the model's own. Nothing has to be done about other ranks: the global batch stays what it is, so learning rate and
+    schedule do, too, and steps that a fault made void are taken again. `on_membership_change` is for what lies outside of training:
+    logging, the number of data workers, a cost account.
     """
 
     _step_supports_amp_scaling = True  # GradScaler then hands over its scale and its finding instead of skipping step()
@@ -54,6 +65,11 @@ class ShardedOptimizer(ForwardingOptimizer):
         self._callbacks: list[MembershipCallback] = []
         self._stood: Placement | None = None
         self.defaults = optimizer.defaults
+        self._whole = (
+            WholeGroups(optimizer, dict(model.module.named_parameters()))
+            if self._engine.updates_parts and not self._engine.asynchronous
+            else None
+        )
         session.registered.advance_with(optimizer)
         self._patch_step_hooks()
         self._refuse_step_hooks()
@@ -65,9 +81,12 @@ class ShardedOptimizer(ForwardingOptimizer):
     def _refuse_step_hooks(self, registered: str | None = None) -> None:
         """Raises ConfigurationError: the optimizer has a step hook, or is to get one, and it would see parts."""
         own = self.optimizer
-        if self._engine.updates_parts and (registered or own._optimizer_step_pre_hooks or own._optimizer_step_post_hooks):
+        if not self._engine.updates_parts:
+            return
+        found = registered or ("a step hook" if own._optimizer_step_pre_hooks or own._optimizer_step_post_hooks else _global_hook())
+        if found:
             raise ConfigurationError(
-                f"{registered or 'a step hook'} of {type(own).__name__} with strategy={self._engine.strategy!r}: this process's optimizer "
+                f"{found} of {type(own).__name__} with strategy={self._engine.strategy!r}: this process's optimizer "
                 "does not update whole parameters, so a hook would not find what it finds in one process. Do it in the loop, before or "
                 "after optimizer.step(): model.clip_grad_norm_(max_norm) clips, model.with_parameters(values) sets values"
             )
@@ -95,6 +114,8 @@ class ShardedOptimizer(ForwardingOptimizer):
                 "use an optimizer that needs none (LBFGS does)"
             )
         self._refuse_step_hooks()
+        if self._whole is not None:
+            self._whole.check()
         scaled, inspected = self._set_by_scaler("grad_scale") is not None, self._set_by_scaler("found_inf") is not None
         status = self._engine.finish_step(self._update, scaled=scaled, inspected=inspected)
         before, self._stood = self._stood, self.membership
@@ -120,14 +141,31 @@ class ShardedOptimizer(ForwardingOptimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The user's optimizer's own, over what this rank updates: under zero1 and those like it pieces of the parameters. Looking at them
-        ends the reduction of a plain step, since it may be a GradScaler that looks."""
+        """The settings of the user's optimizer, with the model's own parameters, also where this rank updates pieces of them. Looking at
+        the groups ends the reduction of a plain step, since it may be a GradScaler that looks."""
         self._engine.groups_are_read()
-        return self.optimizer.param_groups
+        if self._whole is None:
+            return self.optimizer.param_groups
+        if self._engine.replaces_parameters:
+            self._whole.follow(dict(self._model.module.named_parameters()))
+        return self._whole.groups
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = groups
+        if self._whole is None:
+            self.optimizer.param_groups = groups
+        else:
+            self._whole.groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The user's optimizer's own, of what this rank updates."""
+        own = self.optimizer.state
+        return own if self._whole is None else StateOfPieces(own, self._whole.groups, self._engine.strategy)
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, as torch's `zero_grad` does."""

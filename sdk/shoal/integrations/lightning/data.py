@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from shoal_common.errors import ConfigurationError
 from shoal_worker.data.loader import ElasticDataLoader, EvaluationBatches
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+)
 
 _INSTEAD = "give a torch DataLoader over a dataset with a length, or a shoal.ElasticDataLoader"
 
 
-def training_loader(given: Any, *, accumulated: int, seed: int, deterministic: bool) -> ElasticDataLoader:
+def training_loader(
+    given: Any, *, accumulated: int, seed: int, deterministic: bool, limit: float = 1.0, in_order: bool = False
+) -> ElasticDataLoader:
     """The loader of the training steps. A DataLoader's batch is one of `accumulated` parts of a step, which all ranks take together.
+
+    Args:
+        given: what the Trainer was given.
+        accumulated: the Trainer's `accumulate_grad_batches`.
+        seed: of the order of samples.
+        deterministic: sums are to be the same on any number of ranks.
+        limit: batches of an epoch (int), or their part of the dataset's (float): the Trainer's `limit_train_batches`.
+        in_order: samples come in the dataset's order, as `overfit_batches` has them.
 
     Raises:
         ConfigurationError: its samples cannot be dealt so.
@@ -26,8 +46,12 @@ def training_loader(given: Any, *, accumulated: int, seed: int, deterministic: b
                 f"accumulate_grad_batches={accumulated} with a shoal.ElasticDataLoader, whose global_batch_size is a whole step's: leave "
                 "the argument out; micro_batch_size= cuts the step into parts"
             )
+        _refuse_limit(limit, "limit_train_batches", "train_dataloader")
         return loader
-    order = _order(loader, "train_dataloader")
+    order = {"shuffle": False} if in_order else _order(loader, "train_dataloader")
+    batches = _limited(loader, limit, "limit_train_batches")
+    if batches is not None:
+        order = {"sampler": FirstSamples(SequentialSampler(loader.dataset) if in_order else loader.sampler, batches * loader.batch_size)}
     if deterministic and accumulated == 1:
         raise ConfigurationError(
             "ShoalStrategy(deterministic=True) with accumulate_grad_batches=1: a step is then cut by the number of workers, which changes "
@@ -38,19 +62,41 @@ def training_loader(given: Any, *, accumulated: int, seed: int, deterministic: b
         global_batch_size=(loader.batch_size or 0) * accumulated,
         micro_batch_size=loader.batch_size if accumulated > 1 else None,
         seed=seed,
-        drop_last=loader.drop_last,
+        drop_last=loader.drop_last and batches is None,  # those that are left are whole, or the last of all
         name="lightning",
         **order,
         **_fetching(loader),
     )
 
 
-def evaluation_loaders(given: Any, what: str) -> list[ElasticDataLoader]:
+class FirstSamples(Sampler[int]):
+    """The first of what a sampler draws in each epoch."""
+
+    def __init__(self, sampler: Sampler[int] | Iterable[int], count: int) -> None:
+        self.sampler = sampler
+        self._count = count
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tells the sampler, if it wants to know."""
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.islice(self.sampler, self._count)
+
+    def __len__(self) -> int:
+        length: int = len(self.sampler)  # type: ignore[arg-type]  # a DataLoader asks its own for it as well
+        return min(self._count, length)
+
+
+def evaluation_loaders(given: Any, what: str, *, limit: float = 1.0, in_order: bool = False) -> list[ElasticDataLoader]:
     """The loaders of an evaluation's batches, of which each batch is computed on one rank.
 
     Args:
         given: one loader, or several, of which one is evaluated after the other.
         what: names them in errors.
+        limit: batches of each (int), or their part of all (float): the Trainer's `limit_val_batches` and its like.
+        in_order: those that shuffle are taken in the dataset's order, as `overfit_batches` does.
 
     Raises:
         ConfigurationError: their samples cannot be dealt so.
@@ -60,8 +106,8 @@ def evaluation_loaders(given: Any, what: str) -> list[ElasticDataLoader]:
             raise ConfigurationError(f"{what}: a CombinedLoader of mode {given._mode!r}: expected 'sequential', or a list of loaders")
         given = given.iterables
     if isinstance(given, (list, tuple)):
-        return [_evaluation_loader(one, what) for one in given]
-    return [_evaluation_loader(given, what)]
+        return [_evaluation_loader(one, what, limit, in_order=in_order) for one in given]
+    return [_evaluation_loader(given, what, limit, in_order=in_order)]
 
 
 def samples_in(loader: ElasticDataLoader) -> int:
@@ -70,16 +116,40 @@ def samples_in(loader: ElasticDataLoader) -> int:
     return batches.samples(0) if isinstance(batches, EvaluationBatches) and len(batches) else 0
 
 
-def _evaluation_loader(given: Any, what: str) -> ElasticDataLoader:
-    loader = _alone(given, what)
+def _evaluation_loader(given: Any, what: str, limit: float, *, in_order: bool) -> ElasticDataLoader:
+    loader, argument = _alone(given, what), f"limit_{what.removesuffix('_dataloaders')}_batches"
     if isinstance(loader, ElasticDataLoader):
+        _refuse_limit(limit, argument, what)
         return loader
-    if _order(loader, what) != {"shuffle": False} or loader.drop_last:
+    order = _order(loader, what)
+    if (order != {"shuffle": False} and not in_order) or loader.drop_last:
         raise ConfigurationError(
             f"{what}: the DataLoader shuffles, draws from a sampler or drops its last batch, so an evaluation would not be of the "
             "whole dataset, or another each time: make it with shuffle=False, without a sampler and without drop_last"
         )
-    return ElasticDataLoader(loader.dataset, global_batch_size=loader.batch_size, train=False, **_fetching(loader))
+    dataset, batches = loader.dataset, _limited(loader, limit, argument)
+    if batches is not None:
+        dataset = Subset(dataset, range(min(batches * loader.batch_size, len(dataset))))
+    return ElasticDataLoader(dataset, global_batch_size=loader.batch_size, train=False, **_fetching(loader))
+
+
+def _limited(loader: DataLoader[Any], limit: float, argument: str) -> int | None:
+    """How many batches are to be taken; None: all. Raises ConfigurationError: none."""
+    full = len(loader)
+    batches = min(full, limit) if isinstance(limit, int) else int(full * limit)
+    if batches == 0 and full > 0:
+        raise ConfigurationError(
+            f"{argument}={limit} of {full} batches is less than one: give at least {1 / full:.3g}, or a number of batches (an int)"
+        )
+    return None if batches == full else batches
+
+
+def _refuse_limit(limit: float, argument: str, what: str) -> None:
+    if type(limit) is not float or limit != 1.0:
+        raise ConfigurationError(
+            f"{argument}={limit} with a shoal.ElasticDataLoader as {what}, whose batches are not Lightning's to count: give a torch "
+            "DataLoader, or the loader a smaller dataset (torch.utils.data.Subset)"
+        )
 
 
 def _alone(given: Any, what: str) -> Any:
@@ -87,7 +157,10 @@ def _alone(given: Any, what: str) -> Any:
     while isinstance(given, CombinedLoader) or (isinstance(given, Sequence) and len(given) == 1):
         given = given.iterables if isinstance(given, CombinedLoader) else given[0]
     if isinstance(given, (Sequence, dict)):
-        raise ConfigurationError(f"{what}: found {len(given)} loaders, and one is supported: {_INSTEAD}, whose samples have all parts")
+        raise ConfigurationError(
+            f"{what}: found {len(given)} loaders, and one is supported: {_INSTEAD}, whose samples have all parts "
+            "(torch.utils.data.StackDataset puts datasets side by side)"
+        )
     if not isinstance(given, (DataLoader, ElasticDataLoader)):
         raise ConfigurationError(f"{what}: found a {type(given).__name__}, and one loader is supported: {_INSTEAD}")
     if isinstance(given.dataset, IterableDataset) or not hasattr(given.dataset, "__len__"):

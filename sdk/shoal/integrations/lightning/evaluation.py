@@ -55,9 +55,11 @@ class ElasticEvaluation(_EvaluationLoop):
         """Lightning calls it: asks for the loaders, once."""
         trainer, kind = self.trainer, self._stage.dataloader_prefix
         step = "test_step" if self._stage is RunningStage.TESTING else "validation_step"
-        if self._loaders or getattr(trainer, f"limit_{kind}_batches") == 0 or not is_overridden(step, trainer.lightning_module):
+        limit = getattr(trainer, f"limit_{kind}_batches")
+        if self._loaders or limit == 0 or not is_overridden(step, trainer.lightning_module):
             return
-        self._loaders = evaluation_loaders(_request_dataloader(self._data_source), f"{kind}_dataloaders")
+        in_order = self._trainer_fn is TrainerFn.FITTING and trainer.overfit_batches > 0
+        self._loaders = evaluation_loaders(_request_dataloader(self._data_source), f"{kind}_dataloaders", limit=limit, in_order=in_order)
         self._combined_loader = CombinedLoader(self._loaders, "sequential")
         self._max_batches = [len(loader) for loader in self._loaders]
 
@@ -135,9 +137,10 @@ class ElasticPrediction(_PredictionLoop):
 
     def setup_data(self) -> None:
         """Lightning calls it: asks for the loaders, once."""
-        if self._loaders or self.trainer.limit_predict_batches == 0:
+        limit = self.trainer.limit_predict_batches
+        if self._loaders or limit == 0:
             return
-        self._loaders = evaluation_loaders(_request_dataloader(self._data_source), "predict_dataloaders")
+        self._loaders = evaluation_loaders(_request_dataloader(self._data_source), "predict_dataloaders", limit=limit)
         self._combined_loader = CombinedLoader(self._loaders, "sequential")
         self.max_batches = [len(loader) for loader in self._loaders]
         self._sizes = [samples_in(loader) for loader in self._loaders]

@@ -90,7 +90,7 @@ class ElasticFit(_FitLoop):
         self.epoch_loop: _Counters = _Counters(trainer, before.epoch_loop)
         self._data_source = before._data_source
         self._strategy = strategy
-        self._checkpoints = checkpoints
+        self._checkpoints = None if trainer.fast_dev_run else checkpoints
         self._accumulated = trainer.accumulate_grad_batches
         self._loader: ElasticDataLoader | None = None
         self._in_step = InStep(current_session())
@@ -104,7 +104,13 @@ class ElasticFit(_FitLoop):
         trainer = self.trainer
         given = _request_dataloader(self._data_source)
         self._loader = training_loader(
-            given, accumulated=self._accumulated, seed=self._strategy.seed, deterministic=bool(self._strategy.options.get("deterministic"))
+            given,
+            accumulated=self._accumulated,
+            seed=self._strategy.seed,
+            deterministic=bool(self._strategy.options.get("deterministic")),
+            # A loader of Shoal's own is left by max_steps, which fast_dev_run sets as well.
+            limit=1.0 if trainer.fast_dev_run and isinstance(given, ElasticDataLoader) else trainer.limit_train_batches,
+            in_order=trainer.overfit_batches > 0,
         )
         self._combined_loader = CombinedLoader(self._loader, "max_size_cycle")
         self.max_batches = len(self._loader)

@@ -73,7 +73,6 @@ def check_trainer(trainer: pl.Trainer) -> None:
 def _check_arguments(trainer: pl.Trainer) -> None:
     connector = trainer._accelerator_connector
     precision = trainer.precision_plugin
-    limits = "steps and epochs are the job's: give max_steps, or a smaller dataset"
     given: dict[str, tuple[Any, tuple[Any, ...], str]] = {
         "devices": (
             connector._devices_flag,
@@ -82,12 +81,6 @@ def _check_arguments(trainer: pl.Trainer) -> None:
         ),
         "num_nodes": (connector._num_nodes_flag, (1,), "the hosts of a job are those where `shoal run` was started"),
         "sync_batchnorm": (connector._layer_sync is not None, (False,), "give the module nn.SyncBatchNorm, which Shoal's ranks share"),
-        "limit_train_batches": (trainer.limit_train_batches, (1.0,), limits),
-        "limit_val_batches": (trainer.limit_val_batches, (0, 0.0, 1.0), limits),
-        "limit_test_batches": (trainer.limit_test_batches, (0, 0.0, 1.0), limits),
-        "limit_predict_batches": (trainer.limit_predict_batches, (0, 0.0, 1.0), limits),
-        "overfit_batches": (trainer.overfit_batches, (0, 0.0), limits),
-        "fast_dev_run": (trainer.fast_dev_run, (False, 0), limits),
         "reload_dataloaders_every_n_epochs": (
             trainer.reload_dataloaders_every_n_epochs,
             (0,),
@@ -102,6 +95,10 @@ def _check_arguments(trainer: pl.Trainer) -> None:
     for name, (value, allowed, instead) in given.items():
         if not any(type(value) is type(one) and value == one for one in allowed) and value is not None:
             raise _refuse(f"{name}={value!r}", instead)
+    if trainer.state.fn is TrainerFn.FITTING and trainer.limit_train_batches == 0:
+        raise _refuse(
+            f"fit() with limit_train_batches={trainer.limit_train_batches}", "nothing would be trained: call validate() or test()"
+        )
     if getattr(trainer, "_val_check_time_interval", None) is not None:
         raise _refuse("val_check_interval as a time", "clocks differ by worker: give a number of steps")
     scaled = isinstance(precision, MixedPrecision) and precision.scaler is not None

@@ -1,0 +1,91 @@
+"""`torch.compile(model)` and `model.compile()` of what as_distributed returned: results are those without, and graphs are compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import shoal
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile's, of what it looks at
+
+X = torch.randn(24, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+Y = X[:, :2].cumsum(1)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 16, dtype=torch.float64), nn.Linear(16, 4, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(4, 2, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def trained(way: str, options: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor], int]:
+    """Losses, values, and how many graphs were compiled."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.manual_seed(0)
+    net = Net()
+    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), minimum_parameter_group_size=1, **options)
+    called = torch.compile(model, backend=backend) if way == "torch.compile" else model
+    if way == "model.compile":
+        model.compile(backend=backend)
+    losses = []
+    for x, y in shoal.ElasticDataLoader(TensorDataset(X, Y), global_batch_size=8, shuffle=False):
+        loss = nn.functional.mse_loss(called(x), y)
+        loss.backward()
+        assert optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    called.eval()
+    with torch.no_grad():
+        losses.append(float(nn.functional.mse_loss(called(X), Y)))
+    return losses, model.full_state_dict(), len(graphs)
+
+
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        ("torch.compile", {"strategy": "ddp"}),
+        ("torch.compile", {"strategy": "zero2"}),
+        ("torch.compile", {"strategy": "zero3", "shard_modules": [Block]}),
+        ("torch.compile", {"strategy": "hybrid", "data_parallel_strategy": "zero2"}),
+        ("torch.compile", {"strategy": "tensor"}),
+        ("model.compile", {"strategy": "zero3", "shard_modules": [Block]}),
+        *(
+            pytest.param(way, options, marks=pytest.mark.matrix)
+            for way in ("torch.compile", "model.compile")
+            for options in ({"strategy": "zero1"}, {"strategy": "fsdp"}, {"strategy": "hsdp", "shard_size": 1})
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value["strategy"],
+)
+def test_a_compiled_model_trains_as_one_that_is_not(way: str, options: dict[str, Any]) -> None:
+    torch.compiler.reset()
+    plain, compiled = (shoal.launch(trained, each, options, world_size=2) for each in ("", way))
+    for (losses, values, _), (its_losses, its_values, _) in zip(compiled, plain, strict=True):
+        assert losses == pytest.approx(its_losses, abs=1e-12)
+        torch.testing.assert_close(values, its_values)
+    if options["strategy"] != "tensor":  # whose layers are left as they are
+        assert sum(graphs for _, _, graphs in compiled) > 0

@@ -1,0 +1,142 @@
+"""What a script finds in `optimizer.param_groups`, where the optimizer updates pieces: the model's own parameters, and the settings."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import shoal
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import TensorDataset
+
+X = torch.randn(24, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def make(strategy: str, **options: Any) -> tuple[nn.Module, Any, Any, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    groups = [{"params": [net[0].weight, net[2].weight], "weight_decay": 0.1}, {"params": [net[0].bias, net[2].bias], "lr": 0.02}]
+    inner = torch.optim.Adam(groups, lr=0.01)
+    model, optimizer = shoal.as_distributed(net, inner, strategy=strategy, minimum_parameter_group_size=1, **options)
+    return net, model, optimizer, inner
+
+
+def steps(model: Any, optimizer: Any, after: Callable[[int], object] = lambda number: None) -> None:
+    for number, (x,) in enumerate(shoal.ElasticDataLoader(TensorDataset(X), global_batch_size=8)):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        after(number)
+
+
+def elements(strategy: str) -> list[list[int]]:
+    _, model, optimizer, _ = make(strategy)
+    steps(model, optimizer)
+    return [[p.numel() for p in group["params"]] for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "tensor", "hybrid"])
+def test_each_parameter_is_there_once_and_whole_on_every_rank(strategy: str) -> None:
+    """Also where ranks mirror each other's pieces."""
+    ranks = 2 if strategy == "tensor" else 3
+    assert shoal.launch(elements, strategy, world_size=ranks) == [[[32, 16], [8, 2]]] * ranks
+
+
+def settings(strategy: str) -> None:
+    _, model, optimizer, inner = make(strategy)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    steps(model, optimizer, lambda number: scheduler.step())
+    group = optimizer.param_groups[1]
+    assert group is optimizer.param_groups[1]
+    assert group["lr"] == inner.param_groups[1]["lr"] == pytest.approx(0.02 / 4)
+    group["weight_decay"] = 0.5
+    assert inner.param_groups[1]["weight_decay"] == 0.5
+    inner.param_groups[0]["lr"] = 0.25
+    plain = dict(optimizer.param_groups[0])
+    assert type(plain) is dict
+    assert plain["lr"] == {**optimizer.param_groups[0]}["lr"] == optimizer.param_groups[0].get("lr") == 0.25
+    assert plain.keys() == inner.param_groups[0].keys() == copy.copy(plain).keys()
+    assert isinstance(group, dict)
+    json.dumps({name: value for name, value in group.items() if name != "params"})
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_settings_are_read_and_written_through(strategy: str) -> None:
+    shoal.launch(settings, strategy, world_size=2)
+
+
+def asks_for_state(strategy: str) -> None:
+    _, model, optimizer, inner = make(strategy)
+    steps(model, optimizer)
+    known = len(inner.state)
+    with pytest.raises(shoal.PreconditionError, match=r"optimizer\.state\[parameter\].*optimizer\.state_dict\(\), called on every rank"):
+        optimizer.state[optimizer.param_groups[0]["params"][0]]
+    assert len(inner.state) == known == len(list(optimizer.state))
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_the_state_of_a_parameter_is_refused_instead_of_a_new_one(strategy: str) -> None:
+    shoal.launch(asks_for_state, strategy, world_size=2)
+
+
+def with_hook(strategy: str, register: Callable[[Any], Any]) -> None:
+    _, model, optimizer, _ = make(strategy)
+    steps(model, optimizer)
+
+
+@pytest.mark.parametrize("register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook])
+def test_step_hooks_of_all_optimizers_are_refused_where_they_would_see_pieces(register: Callable[[Any], Any]) -> None:
+    seen: list[Any] = []
+
+    def looks(optimizer: Any, args: Any, kwargs: Any) -> None:
+        seen.append(optimizer)
+
+    handle = register(looks)
+    try:
+        shoal.launch(with_hook, "ddp", register, world_size=2)
+        assert seen
+        with pytest.raises(shoal.ConfigurationError, match=r"the step hook of all optimizers '.*looks'.*'zero1'.*in the loop"):
+            shoal.launch(with_hook, "zero1", register, world_size=2)
+    finally:
+        handle.remove()
+
+
+def adds_a_group(strategy: str) -> None:
+    _, model, optimizer, _ = make(strategy)
+    steps(model, optimizer)
+    optimizer.param_groups.append({"params": [nn.Parameter(torch.zeros(1))], "lr": 1.0})
+    steps(model, optimizer)
+
+
+def test_a_group_that_a_script_appends_is_refused() -> None:
+    with pytest.raises(shoal.PreconditionError, match=r"add parameter groups to the optimizer before as_distributed"):
+        shoal.launch(adds_a_group, "zero1", world_size=2)
+
+
+def scaled(strategy: str) -> list[Any]:
+    """Unscales, and clips; the second step overflows."""
+    _, model, optimizer, _ = make(strategy)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
+    norms = []
+    for number, (x,) in enumerate(shoal.ElasticDataLoader(TensorDataset(X), global_batch_size=8, shuffle=False)):
+        optimizer.zero_grad()
+        scaler.scale(model(x).square().mean() * (float("inf") if number == 1 else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        norms.append(float(model.clip_grad_norm_(0.1)))
+        scaler.step(optimizer)
+        scaler.update()
+    return [norms[0], norms[2], scaler.get_scale(), {name: value.tolist() for name, value in model.full_state_dict().items()}]
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "hybrid", "tensor"])
+def test_a_grad_scaler_unscales_what_the_ranks_update(strategy: str) -> None:
+    (expected,) = shoal.launch(scaled, "ddp", world_size=1)
+    for norm, last, scale, values in shoal.launch(scaled, strategy, world_size=2):
+        assert [norm, last, scale] == pytest.approx(expected[:3], rel=1e-9)
+        for name, value in values.items():
+            torch.testing.assert_close(torch.tensor(value), torch.tensor(expected[3][name]))

@@ -1,0 +1,142 @@
+"""An optimizer's parameter groups and state as a script sees them, where the optimizer updates pieces of parameters.
+
+The user's optimizer holds this rank's pieces: flat parts of parameters, its own and those that it mirrors. A norm, a shape or a number of
+elements read there would be of these. So the groups that a script gets have the settings of the optimizer's, read and written through, and
+the model's own parameters, as the script made the optimizer. Those are whole, or they raise and name what to call (`hidden_parameters.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, Final
+
+import torch
+from shoal_common.errors import PreconditionError
+
+from shoal_worker.elastic.group_members import GroupMembers, Memberships
+
+_MEMBERS: Final = "params"
+
+
+class WholeGroup(dict[str, Any]):
+    """One parameter group. A dict for those who ask, since torch's groups are dicts; what is in it is the optimizer's group."""
+
+    # All that a dict does by itself it would do to its own, empty entries.
+    keys, values, items = Mapping.keys, Mapping.values, Mapping.items  # type: ignore[assignment]
+    get, pop, popitem, clear = Mapping.get, MutableMapping.pop, MutableMapping.popitem, MutableMapping.clear  # type: ignore[assignment]
+    update, setdefault = MutableMapping.update, MutableMapping.setdefault
+
+    def __init__(self, find: Callable[[], dict[str, Any]], members: Sequence[torch.Tensor]) -> None:
+        """`find` returns the optimizer's group, which may be another object after its state was loaded."""
+        super().__init__()
+        self._find = find
+        self._members: Any = members
+
+    def __getitem__(self, key: str) -> Any:
+        return self._members if key == _MEMBERS else self._find()[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key == _MEMBERS:
+            self._members = value
+        else:
+            self._find()[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        if key == _MEMBERS:
+            raise PreconditionError("a parameter group's 'params' were deleted: leave them as as_distributed was given them")
+        del self._find()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._find())
+
+    def __len__(self) -> int:
+        return len(self._find())
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._find()
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __or__(self, other: Any) -> dict[str, Any]:  # type: ignore[override]  # it has one form here
+        """Returns a plain dict."""
+        merged: dict[str, Any] = dict(self) | other
+        return merged
+
+    def copy(self) -> dict[str, Any]:
+        """Returns a plain dict."""
+        return dict(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(dict(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self),)
+
+
+class WholeGroups:
+    """The groups of one optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
+        """`optimizer`: as the user made it, over whole parameters. `parameters`: those of the model, by name."""
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        self._names = [[names.get(id(member), "") for member in group[_MEMBERS]] for group in optimizer.param_groups]
+        self._optimizer = optimizer
+        self._known = Memberships()
+        self.groups: list[dict[str, Any]] = [
+            WholeGroup(self._finder(number), group[_MEMBERS]) for number, group in enumerate(optimizer.param_groups)
+        ]
+        """What a script gets."""
+        self._given = tuple(self.groups)
+        self._known.begin(self.groups)
+
+    def _finder(self, number: int) -> Callable[[], dict[str, Any]]:
+        return lambda: self._optimizer.param_groups[number]
+
+    def follow(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Other objects may be the model's parameters now, which are these, by name: those that took the places of the first ones."""
+        self.check()
+        for group, names in zip(self.groups, self._names, strict=True):
+            found = [parameters.get(name, member) for name, member in zip(names, group[_MEMBERS], strict=True)]
+            if any(one is not other for one, other in zip(found, group[_MEMBERS], strict=True)):
+                group[_MEMBERS] = GroupMembers(found)
+
+    def check(self) -> None:
+        """Raises ConfigurationError if a script has put other parameters into a group, or PreconditionError if it has made groups."""
+        if len(self.groups) != len(self._given) or any(one is not other for one, other in zip(self.groups, self._given, strict=True)):
+            raise PreconditionError(
+                f"optimizer.param_groups has {len(self.groups)} groups that are not all those of as_distributed, which were "
+                f"{len(self._given)}: add parameter groups to the optimizer before as_distributed"
+            )
+        self._known.check(self.groups)
+
+
+class StateOfPieces(MutableMapping[Any, Any]):
+    """The optimizer's state by piece. Asked for that of one of the model's parameters it raises, where torch's would make an empty one."""
+
+    def __init__(self, state: MutableMapping[Any, Any], groups: Sequence[dict[str, Any]], strategy: str) -> None:
+        self._state, self._groups, self._strategy = state, groups, strategy
+
+    def __getitem__(self, key: Any) -> Any:
+        if key not in self._state and any(key is member for group in self._groups for member in group[_MEMBERS]):
+            raise PreconditionError(
+                f"optimizer.state[parameter] with strategy={self._strategy!r}: this rank has the state of its pieces of parameters alone; "
+                "optimizer.state_dict(), called on every rank, gives the whole state"
+            )
+        return self._state[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._state[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._state[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._state

@@ -47,7 +47,7 @@ from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings
 from shoal_worker.state import device_reader
 from shoal_worker.state.device_reader import DeviceReader, bytes_in
-from shoal_worker.state.digest import digest, digest_of
+from shoal_worker.state.digest import digest, digest_in_place
 from shoal_worker.state.tree import flatten, unflatten
 
 # --------------------------------------------------------------------------------------------------------------------------- one transfer
@@ -375,12 +375,9 @@ class _Header:
 
 def _encode_header(structure: Any, tensors: dict[str, torch.Tensor]) -> bytes:
     described = [{"name": n, "dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)} for n, t in tensors.items()]
-    return json.dumps({"structure": structure, "tensors": described, "digest": f"{digest(structure, tensors, _fingerprint):016x}"}).encode()
-
-
-def _fingerprint(tensor: torch.Tensor) -> int:
-    """A digest of dtype, shape and bytes. One on a device is not brought to the host for it."""
-    return xxhash.xxh3_64_intdigest(f"{tensor.dtype}{tuple(tensor.shape)}{digest_of([tensor])}".encode())
+    return json.dumps(
+        {"structure": structure, "tensors": described, "digest": f"{digest(structure, tensors, digest_in_place):016x}"}
+    ).encode()
 
 
 def _send_part(connection: socket.socket, offer: _Offer, part: int, parts: int) -> None:

@@ -53,6 +53,11 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> int:
     return digest.intdigest()
 
 
+def digest_in_place(tensor: torch.Tensor) -> int:
+    """64-bit digest of dtype, shape and bytes, as `digest_of` makes it: a tensor on a device stays there."""
+    return xxhash.xxh3_64_intdigest(f"{tensor.dtype}{tuple(tensor.shape)}{digest_of([tensor])}".encode())
+
+
 @torch.no_grad()
 def mixed_sum(tensor: torch.Tensor) -> torch.Tensor:
     """A digest of the bytes of a tensor, made where it lies: a whole number of 64 bits on its device, modulo 2^64. One bit that is another,

@@ -6,12 +6,14 @@ In float64, to 1e-9: sums differ in their order alone. In a rehearsal the device
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from shoal_worker.backends.gloo import on_devices
 
 from tests.gpu import training
-from tests.gpu.devices import is_there, on_host_and_device
+from tests.gpu.devices import is_there, on_host_and_device, rehearsal
 from tests.gpu.ranks import together
 
 _TOLERANCE = 1e-9
@@ -44,6 +46,20 @@ def test_a_strategy_comes_to_what_one_process_does_on_the_host(kind: str, name: 
     is_there(kind)
     strategy, options = _STRATEGIES[name]
     for trained in together(lambda: training.train(strategy, dict(options), backend="gloo"), world_size=ranks):
+        for parameter, value in alone.items():
+            torch.testing.assert_close(trained[parameter], value, rtol=_TOLERANCE, atol=_TOLERANCE)
+
+
+@rehearsal
+def test_a_pipeline_whose_messages_go_through_host_memory_comes_to_the_same(alone: dict[str, torch.Tensor]) -> None:
+    """Tensors of the host are taken for ones that are elsewhere, as those of a device are."""
+    with (
+        mock.patch.object(on_devices, "is_elsewhere", return_value=True),
+        mock.patch.object(on_devices, "host_copy", side_effect=on_devices.host_copy) as copied,
+    ):
+        outcomes = together(lambda: training.train("pipeline", dict(_PIPELINE), backend="gloo"), world_size=2)
+    assert copied.call_count >= 2 * 4 * training.STEPS  # an activation and its gradient for each micro-batch
+    for trained in outcomes:
         for parameter, value in alone.items():
             torch.testing.assert_close(trained[parameter], value, rtol=_TOLERANCE, atol=_TOLERANCE)
 

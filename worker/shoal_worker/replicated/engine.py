@@ -35,6 +35,7 @@ from shoal_worker.engine.parameters import (
     check_trains,
     has_values,
     materialize,
+    take_unsaved,
     unsaved_buffers,
 )
 from shoal_worker.engine.passes import Loss, call_module, check_reproducible, loss_of
@@ -190,6 +191,7 @@ class ReplicatedEngine(Engine):
             self._members = ModuleMembers(self.module)
         with torch.no_grad():
             self.module.load_state_dict(state["model"])
+        take_unsaved(self.module, state.get("buffers", {}))
         if self.optimizer is not None and state["optimizer"] is not None:
             load_optimizer(self.optimizer, state["optimizer"])
         if self._compression is not None:

@@ -215,7 +215,7 @@ class LocalSGDEngine(ReplicatedEngine):
 
     def _load_optimizer_state(self, state: Mapping[int, Mapping[str, Any]]) -> None:
         assert self.optimizer is not None
-        load_optimizer(self.optimizer, {"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
+        load_optimizer(self.optimizer, {"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]}, exact=True)
 
     # --------------------------------------------------------------------------------------------- TrainingEngine: for the session
 

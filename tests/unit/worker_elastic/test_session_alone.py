@@ -179,7 +179,7 @@ def run_two_loaders(resumed_from: Any = None) -> Iterator[tuple[tuple[str, int, 
     first = shoal.ElasticDataLoader(second.dataset, global_batch_size=12, name="first")
     session = current_session()
     if resumed_from is not None:
-        session.restore_alone(resumed_from)
+        session.replace_state(LocalChannel(), resumed_from)
     for _ in first.epochs(3):
         for loader in (second, first, second):
             for x, y in loader:

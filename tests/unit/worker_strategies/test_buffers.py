@@ -1,6 +1,7 @@
 """Buffers that a step changes: also behind its backward pass, and by whole numbers of any size."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,3 +146,44 @@ def test_buffers_are_summed_beside_compressed_gradients() -> None:
     for counted, codes, _ in on_ranks("ddp", alike, by=FAR, gradient_compression="powersgd"):
         assert counted == 3 * FAR + 30
         assert codes.tolist() == [3.0] * 4
+
+
+class Features(nn.Module):
+    """Random features: a table that no state dict has, and that each process draws anew."""
+
+    def __init__(self, drawn_by: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.outer = nn.Linear(4, 8), nn.Linear(8, 1)
+        table = torch.randn(8, 8, generator=torch.Generator().manual_seed(drawn_by))
+        self.register_buffer("table", table, persistent=False)
+        self.register_buffer("cache", torch.zeros(drawn_by), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.outer(torch.cos(self.inner(x) @ self.table)).square().mean()
+        return output
+
+
+def with_features(strategy: str, directory: Path, drawn_by: int) -> torch.Tensor:
+    net = Features(drawn_by + shoal.rank())
+    first = Features(drawn_by).table
+    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
+    loader = shoal.ElasticDataLoader(TensorDataset(X), global_batch_size=8)
+    shoal.resume(directory)
+    for (x,) in loader:
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(net.table, first)
+        shoal.save_checkpoint(directory)
+        break
+    weight: torch.Tensor = model.full_state_dict()["inner.weight"]
+    return weight
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "tensor", "hybrid"])
+def test_tables_that_no_state_dict_has_are_the_first_ranks(strategy: str, tmp_path: Path) -> None:
+    """After a resume, too: those of this run, as in one process."""
+    for drawn_by in (1, 5):
+        first, second = shoal.launch(with_features, strategy, tmp_path, drawn_by, world_size=2)
+        assert torch.equal(first, second)

@@ -102,6 +102,58 @@ def test_moments_of_odd_parameters_are_resumed(saved_by: str, strategy: str, opt
     assert_as_in_one_process(shoal.launch(train, strategy, optimizer, tmp_path, None, None, world_size=3), optimizer)
 
 
+class Wide(torch.optim.Optimizer):
+    """Sums in float64, and counts in whole numbers, whatever the parameter's dtype."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["count"], state["sum"] = torch.tensor(0), torch.zeros_like(parameter, dtype=torch.float64)
+            state["count"] += 1
+            state["sum"].mul_(0.9).add_(parameter.grad)
+            parameter.sub_((0.1 / int(state["count"]) * state["sum"]).to(parameter.dtype))
+
+
+def in_another_dtype(
+    strategy: str, dtype: torch.dtype, make: Any, directory: Path, steps: int
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    net = nn.Linear(4, 3).to(dtype)
+    model, updates = shoal.as_distributed(net, make(net.parameters()), strategy=strategy)
+    loader = shoal.ElasticDataLoader(TensorDataset(torch.ones(16, 4)), global_batch_size=4)
+    shoal.resume(directory)
+    for (x,) in loader:
+        model(x.to(dtype)).square().mean().backward()
+        updates.step()
+        updates.zero_grad()
+        if loader.global_step == steps:
+            shoal.save_checkpoint(directory)
+            break
+    return model.full_state_dict(), updates.state_dict()["state"][0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "tensor", "hybrid"])
+def test_a_run_goes_on_in_another_dtype_with_moments_of_that(strategy: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    shoal.launch(in_another_dtype, "zero1", torch.float32, torch.optim.AdamW, tmp_path, 2, world_size=2)
+    for _, state in shoal.launch(in_another_dtype, strategy, dtype, torch.optim.AdamW, tmp_path, 4, world_size=2):
+        assert (state["exp_avg"].dtype, float(state["step"])) == (dtype, 4.0)
+
+
+def test_what_an_optimizer_keeps_in_other_dtypes_is_kept_for_peers(tmp_path: Path) -> None:
+    """torch brings it to the parameter's; a worker that joins would go on with less than its peers have."""
+    ((expected, _),) = shoal.launch(in_another_dtype, "ddp", torch.bfloat16, Wide, tmp_path / "whole", 4, world_size=1)
+    shoal.launch(in_another_dtype, "ddp", torch.bfloat16, Wide, tmp_path / "resumed", 2, world_size=1)
+    ((found, state),) = shoal.launch(in_another_dtype, "ddp", torch.bfloat16, Wide, tmp_path / "resumed", 4, world_size=1)
+    assert (state["sum"].dtype, state["count"].dtype) == (torch.float64, torch.int64)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def average(strategy: str, directory: Path, steps: int) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     net = nn.Linear(4, 3)

@@ -250,6 +250,17 @@ class HeldState:
         self._waiting = waiting
         self._loops, self._loops_to_enter = dict(captured["loops"]), dict(captured["loops"])
 
+    def with_own_tables(self, captured: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A checkpoint's state, with this process's buffers that no state dict has (persistent=False) in the place of those in it, where
+        there are any: as in plain torch they are what the script makes of them, and the other ranks are to have the same."""
+        if self.engine.asynchronous or not self.engine.has_values():
+            return captured
+        own, replica = self.engine.capture(), captured["replica"]
+        if "models" in own and len(own["models"]) == len(replica.get("models", ())):
+            pairs = zip(replica["models"], own["models"], strict=True)
+            return {**captured, "replica": {**replica, "models": [_with_tables(saved, here) for saved, here in pairs]}}
+        return captured if "models" in own else {**captured, "replica": _with_tables(replica, own)}
+
     def _check_models(self, replica: Mapping[str, Any]) -> None:
         found, here = len(replica.get("models", [replica])), self.engine.models
         if found != here:
@@ -318,3 +329,7 @@ class HeldState:
             rewinds=self.in_round and step is not None and step.handed_out,
             interrupted=self.interrupted,
         )
+
+
+def _with_tables(replica: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**replica, "buffers": {**replica.get("buffers", {}), **own.get("unsaved", own.get("buffers", {}))}}

@@ -426,15 +426,12 @@ class Session:
 
     def replace_state(self, channel: Channel, captured: Mapping[str, Any] | None) -> None:
         """Gives all ranks the state that the first one read from a checkpoint (`captured`; None on the others). Part of an operation."""
+        captured = self._held.with_own_tables(captured) if captured is not None else None
         if self._formation is not None and isinstance(channel, GroupChannel):
             self._formation.replace_state(channel, captured)
-        elif captured is not None:
-            self.restore_alone(captured)
-
-    def restore_alone(self, captured: Mapping[str, Any]) -> None:
-        """Takes over a checkpoint's state in this process alone; peers will get it from here."""
-        self._held.restore(captured)
-        self._held.name = StateName(self.generation, int(captured["steps"]))
+        elif captured is not None:  # in this process alone; peers will get it from here
+            self._held.restore(captured)
+            self._held.name = StateName(self.generation, int(captured["steps"]))
 
     def on_state_lost(self, fallback: Callable[[], bool]) -> None:
         """`fallback` loads the newest checkpoint into this process, and says whether there was one; it is called if every process that held

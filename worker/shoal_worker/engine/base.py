@@ -323,7 +323,7 @@ class Engine(abc.ABC):
         """
         self._check_optimizer_fits(state)
         assert self.optimizer is not None
-        load_optimizer(self.optimizer, state)
+        load_optimizer(self.optimizer, state, exact=False)
 
     def _check_optimizer_fits(self, state: Mapping[str, Any]) -> None:
         """Raises CorruptDataError unless this is a state of this optimizer, over whole parameters."""

@@ -214,8 +214,8 @@ def agreed(session: StrategySession, kind: str, read: Callable[[], T]) -> T:
 # torch makes new tensors for that. An optimizer made from the old parameters would go on with those, and change nothing without a word;
 # modules that shared a tensor would have one each.
 #
-# Buffers that are no part of state_dict (rotary frequencies, masks) get no value from one: whoever sends state to such a module sends
-# `unsaved_buffers` beside it.
+# Buffers that are no part of state_dict (rotary frequencies, masks, random projections) get no value from one: whoever sends state to a
+# peer sends `unsaved_buffers` beside it. Without a value of its own, or drawn at random, a peer's would be another table.
 
 
 def has_values(module: nn.Module) -> bool:
@@ -227,6 +227,15 @@ def unsaved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers that state_dict leaves out (persistent=False), by name."""
     saved = module.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if name not in saved}
+
+
+@torch.no_grad()
+def take_unsaved(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Gives the module a peer's `unsaved_buffers`, as far as they fit: a cache may have any shape."""
+    for name, own in unsaved_buffers(module).items():
+        value = buffers.get(name)
+        if value is not None and (value.shape, value.dtype) == (own.shape, own.dtype):
+            own.copy_(value)
 
 
 def materialize(

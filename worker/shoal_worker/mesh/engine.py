@@ -29,6 +29,7 @@ from shoal_worker.elastic.step import CONTROL_LENGTH, Step
 from shoal_worker.engine.base import Engine
 from shoal_worker.engine.failed_collectives import LosingStep
 from shoal_worker.engine.hidden_parameters import gradient_of, guard_parts, refuse_loading
+from shoal_worker.engine.parameters import take_unsaved
 from shoal_worker.engine.partitioned import Closing
 from shoal_worker.engine.tentative_update import TentativeUpdate
 from shoal_worker.mesh.gradients import MeshGradients
@@ -127,6 +128,7 @@ class MeshEngine(MeshPasses):
                 self._closing = None
             held.settings = state["settings"]
             self._applied = state["applied"]
+        take_unsaved(self.module, state.get("buffers" if "model" in state else "unsaved", {}))
         self._commit_buffers()
 
     def _hand_out(self, closing: Closing) -> None:

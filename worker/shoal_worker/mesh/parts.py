@@ -27,7 +27,7 @@ from shoal_worker.engine.hidden_parameters import (
     show,
     show_gradient,
 )
-from shoal_worker.engine.optimizer_state import is_element
+from shoal_worker.engine.optimizer_state import as_made_by, is_element
 from shoal_worker.engine.parameter_groups import checkpoint_activations
 from shoal_worker.engine.parameters import unsaved_buffers
 from shoal_worker.engine.state_in_parts import StateInParts
@@ -428,6 +428,7 @@ class ModelParts(StateInParts):
         self._point_optimizer(state)
 
     def _own_state(self, name: str, key: str, value: Any, whole: torch.Tensor) -> Any:
+        value = as_made_by(self.optimizer, value, key, whole.dtype)
         if not isinstance(value, torch.Tensor):
             return value
         return self._own_part(name, value).to(self._device) if is_element(value, key, whole.shape) else value.clone()

@@ -35,6 +35,7 @@ from shoal_worker.engine.parameters import (
     check_trains,
     has_values,
     materialize,
+    take_unsaved,
     unsaved_buffers,
 )
 from shoal_worker.engine.passes import Loss, call_module, check_reproducible, loss_of
@@ -190,8 +191,9 @@ class ReplicatedEngine(Engine):
             self._members = ModuleMembers(self.module)
         with torch.no_grad():
             self.module.load_state_dict(state["model"])
+        take_unsaved(self.module, state.get("buffers", {}))
         if self.optimizer is not None and state["optimizer"] is not None:
-            load_optimizer(self.optimizer, state["optimizer"])
+            load_optimizer(self.optimizer, state["optimizer"], exact=_dtypes(state["model"]) == _dtypes(self.module.state_dict()))
         if self._compression is not None:
             self._compression.restore(state.get("compression"))
         if self._tables is not None:
@@ -393,3 +395,7 @@ class ReplicatedEngine(Engine):
 
 def _saved(module: nn.Module) -> Iterator[torch.Tensor]:
     return (value for value in module.state_dict().values() if isinstance(value, torch.Tensor))
+
+
+def _dtypes(tensors: Mapping[str, Any]) -> dict[str, torch.dtype]:
+    return {name: value.dtype for name, value in tensors.items() if isinstance(value, torch.Tensor)}

@@ -28,7 +28,6 @@ from shoal_worker.elastic.told_loss import read_later
 from shoal_worker.engine.base import Setup
 from shoal_worker.engine.failed_collectives import LosingStep, come_after
 from shoal_worker.engine.optimizer_state import load_optimizer
-from shoal_worker.engine.parameters import unsaved_buffers
 from shoal_worker.engine.passes import Loss, call_module, loss_of
 from shoal_worker.replicated.buckets import AccumulatedReduction
 from shoal_worker.replicated.engine import ReplicatedEngine
@@ -216,7 +215,7 @@ class LocalSGDEngine(ReplicatedEngine):
 
     def _load_optimizer_state(self, state: Mapping[int, Mapping[str, Any]]) -> None:
         assert self.optimizer is not None
-        load_optimizer(self.optimizer, {"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
+        load_optimizer(self.optimizer, {"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]}, exact=True)
 
     # --------------------------------------------------------------------------------------------- TrainingEngine: for the session
 
@@ -288,12 +287,7 @@ class LocalSGDEngine(ReplicatedEngine):
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `TrainingEngine`."""
-        fresh = not self.has_values()
         super().restore(state)
-        for name, buffer in unsaved_buffers(self.module).items() if not fresh else ():
-            value = state.get("buffers", {}).get(name)
-            if value is not None and value.shape == buffer.shape:
-                buffer.copy_(value)
         self._outer.momentum = {name: value.clone() for name, value in state.get("outer_momentum", {}).items()}
         self._round_over()
 

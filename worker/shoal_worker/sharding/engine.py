@@ -36,6 +36,7 @@ from shoal_worker.engine.compressed import check_floating
 from shoal_worker.engine.failed_collectives import LosingStep
 from shoal_worker.engine.hidden_parameters import refuse_loading
 from shoal_worker.engine.parameter_groups import ParameterGroup, alike, by_bytes, by_modules
+from shoal_worker.engine.parameters import take_unsaved
 from shoal_worker.engine.partitioned import ClosingSum, CutClosing
 from shoal_worker.engine.passes import check_reproducible
 from shoal_worker.engine.synchronized_norms import synchronize_norms
@@ -194,6 +195,7 @@ class ShardedEngine(ShardedPasses):
                 )
             self._applied = state["applied"]
             self._held.restore_common(state)
+        take_unsaved(self.module, state.get("buffers" if "model" in state else "unsaved", {}))
         self._step_buffers.commit()
 
     def check_state(self, state: Mapping[str, Any]) -> None:

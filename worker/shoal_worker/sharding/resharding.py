@@ -44,7 +44,7 @@ class ShardedOptimizerState:
     """The state of one optimizer over the pieces of several units."""
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
 
     def element_keys(self, unit: Unit) -> dict[str, torch.dtype]:
         """Names and dtypes of the element states of a unit, the same on all ranks that have stepped, but where tensors are whole."""
@@ -74,18 +74,18 @@ class ShardedOptimizerState:
 
     def replace(self, unit: Unit, scalars: list[dict[str, Any]], shards: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
         """Gives the pieces that the unit holds now their state: `shards` by position and key."""
-        if self._optimizer is None:
+        if self.optimizer is None:
             return
         for holding in unit.holdings:
             for piece, cut, own in zip(holding.pieces, holding.cuts, scalars, strict=True):
-                self._optimizer.state.pop(piece, None)
+                self.optimizer.state.pop(piece, None)
                 if holding.position is None or not own or (unit.layout.whole_tensors and not cut.length):
                     continue
                 state = {key: _own_copy(value, unit.home.device) for key, value in own.items() if key != ELEMENTS}
                 for key in own[ELEMENTS]:
                     flat = shards[holding.position][key][cut.offset : cut.offset + cut.length]
                     state[key] = unit.home.copy(flat).view(piece.shape)
-                self._optimizer.state[piece] = state
+                self.optimizer.state[piece] = state
 
     def bring_home(self, unit: Unit) -> None:
         """The optimizer has made its state where it liked: moves it where it is to be kept."""
@@ -105,7 +105,7 @@ class ShardedOptimizerState:
         self.replace(unit, scalars, shards)
 
     def _of(self, piece: torch.Tensor) -> dict[str, Any]:
-        state: dict[str, Any] = self._optimizer.state.get(piece, {}) if self._optimizer is not None else {}
+        state: dict[str, Any] = self.optimizer.state.get(piece, {}) if self.optimizer is not None else {}
         return state
 
 

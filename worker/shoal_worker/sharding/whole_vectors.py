@@ -17,6 +17,7 @@ import torch
 
 from shoal_worker.elastic.channel import Channel
 from shoal_worker.engine.holders import ShardHolders, ShardsLostError, plan_copies
+from shoal_worker.engine.optimizer_state import as_made_by
 from shoal_worker.sharding.resharding import (
     ELEMENTS,
     MOST_COPIES,
@@ -74,7 +75,8 @@ def spread(
         scalars: list[dict[str, Any]] = []
         for index, (shape, own) in enumerate(zip(unit.layout.shapes, states, strict=True)):
             scalars.append({ELEMENTS: []} if own else {})
-            for key, value in own.items():
+            for key, kept in own.items():
+                value = as_made_by(state.optimizer, kept, key, unit.dtype)
                 if is_cut(value, key, unit, shape):
                     flat = vectors.setdefault(key, torch.zeros(unit.layout.padded_numel, dtype=value.dtype, device=unit.device))
                     unit.layout.views(flat)[index].copy_(value)

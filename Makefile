@@ -50,11 +50,16 @@ test-compose: .venv/installed ## Build the images and take compose.yaml's cluste
 test-gpu: .venv/installed ## Run the tests that need a CUDA device, where there is one; docs/gpu.md says what has run where
 	$(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
+# Strategies and their engines, tensors of DTensor's, process groups, hooks and hidden parameters, files of tensors: what a torch can break.
+TORCH_TESTS ?= tests/unit/tooling/test_torch_internals.py tests/unit/torch_calls tests/unit/worker_strategies tests/unit/sharding \
+	tests/unit/tensor_parallel tests/unit/pipelining tests/unit/compression tests/unit/worker_backends tests/unit/worker_state \
+	tests/unit/worker_checkpoint tests/integration/worker_backends tests/integration/tensor_parallel tests/integration/pipelining
+
 .PHONY: test-torch
-test-torch: ## Run the tests with another torch: make test-torch VERSION=2.12.1 (an environment of its own, some gigabytes)
+test-torch: ## Run the tests that touch torch's inner workings with another torch: make test-torch VERSION=2.12.1 (about five minutes; an environment of some gigabytes)
 	@test -n "$(VERSION)" || { echo "VERSION is not given; expected one of torch's, as in make test-torch VERSION=2.12.1"; exit 1; }
 	@$(MAKE) --no-print-directory .venv-torch-$(VERSION)/installed
-	.venv-torch-$(VERSION)/bin/python -m pytest $(IN_THREE) --dist=loadfile $(PYTEST_ARGS)
+	.venv-torch-$(VERSION)/bin/python -m pytest $(IN_TWO) --dist=loadfile $(TORCH_TESTS) $(PYTEST_ARGS)
 
 .PHONY: parity
 parity: .venv/installed ## Run what make test leaves out of the parity matrix and of other large products of cases; write docs/parity.md

@@ -10,10 +10,20 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import torch
+from shoal_common.errors import ConfigurationError
 from torch.distributed import distributed_c10d as c10d
 
 EXPECTED: Final = "2.11 to 2.13"
 """The versions of torch that have been tried."""
+VERSION: Final = tuple(map(int, torch.__version__.split(".")[:2]))
+
+
+def needs_torch(major: int, minor: int, what: str, instead: str) -> None:
+    """Raises ConfigurationError if this torch is older. `what` needs it, `instead` says what to do with this one."""
+    if (major, minor) > VERSION:
+        raise ConfigurationError(
+            f"{what} needs torch {major}.{minor} or newer, and {torch.__version__} is installed: update torch, or {instead}"
+        )
 
 
 def _unexpected(error: Exception) -> ImportError:
@@ -47,6 +57,7 @@ try:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
     from torch.distributed.tensor.placement_types import _StridedShard
     from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
     from torch.utils import _pytree as pytree
 
     _ = c10d._world  # all process groups of this process
@@ -88,6 +99,8 @@ __all__ = [
     "_DistributedBackendOptions",
     "_NormBase",
     "_StridedShard",
+    "_global_optimizer_post_hooks",
+    "_global_optimizer_pre_hooks",
     "_register_process_group",
     "_set_thread_isolation_mode",
     "_unregister_process_group",
@@ -97,6 +110,7 @@ __all__ = [
     "get_debug_level",
     "in_backward",
     "native_collective",
+    "needs_torch",
     "pytree",
     "stage_backwards",
     "uncompiled",
@@ -107,6 +121,11 @@ _FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
 uncompiled: Callable[[_FunctionT], _FunctionT] = torch.compiler.disable
 """Decorates functions that torch.compile is to leave as they are. torch's own decorator has no types."""
 
+
+if VERSION < (2, 12):
+    # There the first entry into it sets up something for the whole process, which several ranks in threads would do at once: torch crashes.
+    with FakeTensorMode():
+        pass
 
 # torch.compile runs Shoal's own code as it is, and compiles what that calls: the user's modules, each between its hooks.
 trace_rules.add("shoal_worker")

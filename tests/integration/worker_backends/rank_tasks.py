@@ -25,6 +25,13 @@ from tests.ranks.tasks import say
 _PATIENCE = timedelta(seconds=60)
 
 
+def _meet(store: RedisStore, name: str, world_size: int) -> None:
+    """Returns when all ranks have called it. (A store has `barrier` from torch 2.12 on.)"""
+    if store.add(f"{name}/came", 1) == world_size:
+        store.set(f"{name}/all", "1")
+    store.wait([f"{name}/all"], _PATIENCE)
+
+
 @contextlib.contextmanager
 def group(
     url: str, prefix: str, rank: int, world_size: int, *, timeout_s: float = 300.0, connect_timeout_s: float = 60.0
@@ -32,7 +39,7 @@ def group(
     """A formed group. Waits first for all processes to be up."""
     store = RedisStore(url, prefix, timeout=_PATIENCE)
     backend = GlooBackend()
-    store.barrier("up", world_size, _PATIENCE)
+    _meet(store, "up", world_size)
     backend.initialize(
         rank=rank,
         world_size=world_size,
@@ -165,7 +172,7 @@ def cycle(url: str, prefix: str, rank: int, world_size: int, cycles: int) -> dic
     before = _usage()
     base = RedisStore(url, prefix, timeout=_PATIENCE)
     for number in range(cycles):
-        base.barrier(f"start {number}", world_size)
+        _meet(base, f"start {number}", world_size)
         backend = GlooBackend()
         backend.initialize(
             rank=rank, world_size=world_size, store=base.with_prefix(f"{prefix}:{number}"), timeout=_PATIENCE, connect_timeout=_PATIENCE
@@ -186,7 +193,7 @@ def cycle(url: str, prefix: str, rank: int, world_size: int, cycles: int) -> dic
 def leave_in_order(url: str, prefix: str, rank: int, world_size: int, cycles: int) -> None:
     """Groups that all ranks leave as soon as they have the last collective's result: that must disturb nobody who is still at it."""
     base = RedisStore(url, prefix, timeout=_PATIENCE)
-    base.barrier("up", world_size)
+    _meet(base, "up", world_size)
     for number in range(cycles):
         backend = GlooBackend()
         backend.initialize(

@@ -116,8 +116,9 @@ def test_checkpointed_activations_are_computed_twice_and_change_nothing(strategy
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_offloaded_shards_and_optimizer_state_are_in_files(strategy: str, plain: State, tmp_path: Path) -> None:
     def look(model: Any, optimizer: Any) -> list[str | None]:
-        pieces = [piece for group in optimizer.optimizer.param_groups for piece in group["params"] if piece.numel()]
-        states = [value for piece in pieces for value in optimizer.optimizer.state[piece].values() if value.dim()]
+        own = optimizer.optimizer
+        pieces = [piece for group in own.param_groups for piece in group["params"] if piece.numel()]
+        states = [value for piece in pieces for value in own.state[piece].values() if value.dim()]
         return [tensor.untyped_storage().filename for tensor in [*pieces, *states]]
 
     state, files = launch(strategy, look, offload=tmp_path / "shards")

@@ -5,13 +5,16 @@ arrays, of long ones the head and the length. Numbers with a fraction do not cou
 mappings whose names begin with two underscores (webdataset's `__url__`, where the same shard has another path on another machine), except
 `__key__`. Objects of other types count by their type alone.
 
+Of those numbers `Probe` tells between ranks whether they are nearly the same.
+
 A fingerprint has 48 bits, so that sums of one over ranks of which all others give 0 are exact in float64.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -78,3 +81,54 @@ def _add_array(state: Any, array: np.ndarray[Any, Any]) -> None:
     state.update(f"{array.dtype} {array.shape};".encode())
     if array.dtype.kind in "biuSU":
         state.update(np.ascontiguousarray(array.reshape(-1)[:_HEAD]).tobytes())
+
+
+# ------------------------------------------------------------------------------------------------------------- numbers with a fraction
+
+_SIGNS: Final = np.random.default_rng(0).choice([-1.0, 1.0], size=(3, _HEAD))
+_NEARLY: Final = 0.01
+"""By how much of an item's size ranks' numbers may differ: far more than machines round otherwise, far less than other items do."""
+
+
+class Probe:
+    """What the numbers with a fraction of one item come to, to be summed over the ranks."""
+
+    @staticmethod
+    def of(item: Any) -> list[float]:
+        """This rank's part of the sum: sums of the first numbers with signs of their own, their size, and the squares of these."""
+        values = np.zeros(0)
+        for each in _fractions(item, 0):
+            values = np.concatenate([values, np.nan_to_num(each[: _HEAD - len(values)], posinf=0.0, neginf=0.0)])
+        told = [*(_SIGNS[:, : len(values)] @ values).tolist(), float(np.linalg.norm(values))]
+        return [1.0, *told, *(each * each for each in told)]
+
+    @staticmethod
+    def alike(summed: Sequence[float]) -> bool:
+        """Whether all ranks that gave a part have nearly the same numbers."""
+        ranks, *told = summed
+        means = [each / ranks for each in told]
+        half = len(means) // 2
+        size = means[half - 1]
+        spreads = (math.sqrt(max(0.0, square - mean * mean)) for mean, square in zip(means[:half], means[half:], strict=True))
+        return all(spread <= _NEARLY * size for spread in spreads)
+
+
+def _fractions(value: Any, depth: int) -> Iterator[np.ndarray[Any, Any]]:
+    """The numbers with a fraction within an item, in its order."""
+    match value:
+        case float():
+            yield np.array([value])
+        case torch.Tensor():
+            if value.is_floating_point() and value.layout is torch.strided and value.device.type == "cpu":
+                yield value.detach().reshape(-1)[:_HEAD].double().numpy()
+        case np.ndarray() | np.generic():
+            if np.asarray(value).dtype.kind == "f":
+                yield np.asarray(value).reshape(-1)[:_HEAD].astype(np.float64)
+        case _ if depth == _DEEPEST:
+            return
+        case Mapping() | list() | tuple():
+            for each in list(value.values() if isinstance(value, Mapping) else value)[:_HEAD]:
+                yield from _fractions(each, depth + 1)
+        case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            for field in dataclasses.fields(value):
+                yield from _fractions(getattr(value, field.name), depth + 1)

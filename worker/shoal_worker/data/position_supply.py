@@ -16,7 +16,7 @@ from shoal_worker.data.cursor import LoaderProgress
 from shoal_worker.data.sampling import Block, EpochPlan
 from shoal_worker.data.step_batches import DealtStep, dealt_by
 from shoal_worker.data.stream_reader import Mark, Reader
-from shoal_worker.data.stream_supply import NO_END, STATE, StreamSupply, left_behind, part_of_stream, set_epoch_of
+from shoal_worker.data.stream_supply import NO_END, STATE, StreamSupply, compare_first, left_behind, part_of_stream, set_epoch_of
 from shoal_worker.elastic.loader_interface import LoaderSession, Placement
 from shoal_worker.state.digest import STREAMED
 
@@ -45,7 +45,7 @@ class PositionSupply(StreamSupply):
         """See `Supply`.
 
         Raises:
-            PreconditionError (STREAM_NOT_REPEATED): the source gave other items than before.
+            PreconditionError (STREAM_NOT_REPEATED, RANKS_DIVERGED): the source gave other items than before, or than on another rank.
             ConfigurationError: it gave none.
         """
         cursor = self._progress.cursor
@@ -63,6 +63,8 @@ class PositionSupply(StreamSupply):
             self._end_epoch()
             return None
         self.current = dealt_by(plan, positions, cursor, placement)
+        if cursor.samples == 0 and placement.world_size > 1:
+            compare_first(reader.items([positions[0]])[0], session, loader)
         return self.current
 
     def plan(self, epoch: int) -> EpochPlan:

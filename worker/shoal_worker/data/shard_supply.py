@@ -19,7 +19,7 @@ from shoal_worker.data.lanes import Allotment, Place, Report, ShardsRead
 from shoal_worker.data.sampling import Block, EpochPlan, part_of, permutation
 from shoal_worker.data.step_batches import DealtStep
 from shoal_worker.data.stream_reader import Mark, Reader
-from shoal_worker.data.stream_supply import NO_END, STATE, StreamSupply, left_behind, part_of_stream, set_epoch_of
+from shoal_worker.data.stream_supply import NO_END, STATE, StreamSupply, compare_first, left_behind, part_of_stream, set_epoch_of
 from shoal_worker.data.streams import ShardedStream
 from shoal_worker.elastic.loader_interface import LoaderSession, Placement
 from shoal_worker.state.digest import STREAMED
@@ -60,6 +60,8 @@ class ShardSupply(StreamSupply):
         """Which epoch the stream was told last."""
         self._first: tuple[int, int | None] = -1, None
         """An epoch, and the fingerprint of the first item of its first shard, which all ranks read to compare it."""
+        self._sample: Any = None
+        """That item."""
         self._warned_of_length = False
 
     def items_at(self, positions: Sequence[int]) -> list[Any]:
@@ -82,6 +84,8 @@ class ShardSupply(StreamSupply):
         self._begin_at_cursor()
         if placement.world_size > 1 and self._first[0] != cursor.epoch:
             self._first = cursor.epoch, self._first_item(loader)
+        if placement.world_size > 1 and cursor.samples == 0:  # else a rank that joins would do it alone
+            compare_first(self._sample, session, loader)
         allotment = self._allotment = Allotment(self._read_so_far, shards=len(self._order), sizes=self._sizes)
         mine = range(len(self._sizes))[part_of(len(self._sizes), placement.rank, placement.world_size)]
         self._keep_readers({place.shard for lane in mine if (place := self._read_so_far.lanes[lane]) is not None})
@@ -229,6 +233,7 @@ class ShardSupply(StreamSupply):
         reader = self._sources.open(shard, key=key, name=f"loader {loader!r}: {self._names[shard]}")
         try:
             reader.fill(1)
+            self._sample = reader.items([0])[0] if reader.stop > 0 else None
             return reader.mark(min(1, reader.stop)).fingerprint
         finally:
             reader.close()

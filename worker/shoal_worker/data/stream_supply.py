@@ -16,10 +16,12 @@ from shoal_common.errors import ConfigurationError, PreconditionError
 
 from shoal_worker.data.cursor import LoaderProgress
 from shoal_worker.data.fetch import Request
+from shoal_worker.data.fingerprints import Probe
 from shoal_worker.data.sampling import Block, EpochPlan
 from shoal_worker.data.sources import Sources
 from shoal_worker.data.step_batches import DealtStep, Supply
 from shoal_worker.data.streams import identity_of_stream, makes_of, names_of
+from shoal_worker.elastic.loader_interface import LoaderSession
 
 STATE: Final = "stream"
 """The name of a stream's part of its loader's state."""
@@ -136,6 +138,22 @@ def left_behind() -> PreconditionError:
         "this step's batches can no longer be taken: the loop over steps() that gave it was left, and its data workers ended with it; take "
         "them inside of the loop, or leave num_workers out"
     )
+
+
+def compare_first(item: Any, session: LoaderSession, loader: str) -> None:
+    """Once an epoch, in its first step, all ranks compare the numbers with a fraction of one item, which fingerprints leave out.
+
+    Raises:
+        PreconditionError (RANKS_DIVERGED): they differ, as where a source splits itself by rank.
+    """
+    summed = session.sum_numbers(Probe.of(item), or_own=True)
+    if summed is not None and not Probe.alike(summed):
+        raise PreconditionError(
+            f"the ranks' scripts went different ways: the stream of loader {loader!r} begins this epoch with an item that has other "
+            "numbers on another rank. A stream must give all ranks the same items in the same order, whole: Shoal deals them. Do not split it by "
+            "rank or worker (split_dataset_by_node, split_by_node), and seed its shuffling by set_epoch(epoch)",
+            reason="RANKS_DIVERGED",
+        )
 
 
 def set_epoch_of(stream: Any, epoch: int) -> None:

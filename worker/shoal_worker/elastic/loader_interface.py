@@ -97,9 +97,13 @@ class LoaderSession(Protocol):
         """Tells the share of this rank in the step that began."""
         ...
 
-    def sum_numbers(self, values: Sequence[float]) -> list[float] | None:
+    def sum_numbers(self, values: Sequence[float], *, or_own: bool = False) -> list[float] | None:
         """Sums over all ranks what each gives, number by number, in float64. Called on all ranks alike in a step that began, before
         `assign`. None: a rank failed, and the step is void; its batches are handed out all the same, so that all scripts see it lost.
+
+        Args:
+            values: equally many on all ranks.
+            or_own: where steps are each rank's own, give back `values`.
 
         Raises:
             ConfigurationError: under this strategy steps are each rank's own.

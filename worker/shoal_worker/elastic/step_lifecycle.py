@@ -167,9 +167,9 @@ class StepLifecycle:
             self._held.phase.arrive()
             self._held.arrived(step.source)
 
-    def sum_numbers(self, values: Sequence[float]) -> list[float] | None:
+    def sum_numbers(self, values: Sequence[float], *, or_own: bool = False) -> list[float] | None:
         """See `LoaderSession`."""
-        if self._held.engine.steps_alone:
+        if self._held.engine.steps_alone and not or_own:
             raise ConfigurationError(
                 "a ShardedStream is dealt by what all ranks tell each other in every step, and under this strategy each rank takes steps "
                 "of its own: use another strategy, or a stream that every rank reads (an IterableDataset)"
@@ -177,7 +177,7 @@ class StepLifecycle:
         if self.require().lost is not None:
             return None
         group = self._borders.group
-        if group is None or group.world_size == 1:
+        if group is None or group.world_size == 1 or self._held.engine.steps_alone:
             return [*values]
         try:
             return group.sum_numbers(values)

@@ -18,6 +18,7 @@ from shoal_worker.sharding.unit import Stage
 from shoal_worker.strategies.declaration import Strategy
 from shoal_worker.strategies.model import ShardedModel
 from shoal_worker.strategies.optimizer import ShardedOptimizer
+from shoal_worker.torch_internals import needs_torch
 
 _ALONG_DATA: Final = {"ddp": None, "zero1": Stage.OPTIMIZER, "zero2": Stage.GRADIENTS, "fsdp": Stage.PARAMETERS}
 _SIZES: Final = frozenset({"pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size"})
@@ -49,6 +50,10 @@ def _engine(setup: Setup) -> MeshEngine:
             "leave one of the two out"
         )
     tensor = checked_size("tensor_parallel_size", options.get("tensor_parallel_size", 1))
+    if tensor > 1:
+        needs_torch(
+            2, 12, f"tensor_parallel_size={tensor}", "leave it out, and take pipeline_parallel_size or data_parallel_strategy='fsdp'"
+        )
     wanted = options.get("data_parallel_size", -1)
 
     def axes(world_size: int, fits: Fits) -> Axes:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
-from torch.optim import optimizer as torch_optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from shoal_worker.elastic.evaluation import should_early_stop
@@ -20,6 +20,7 @@ from shoal_worker.state.tree import flatten, unflatten
 from shoal_worker.strategies.fitting import OptimizationInputData, OptimizationResult, fit
 from shoal_worker.strategies.model import ShardedModel
 from shoal_worker.strategies.whole_groups import StateOfPieces, WholeGroups
+from shoal_worker.torch_internals import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 
 def _check_alone(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -29,12 +30,12 @@ def _check_alone(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         session.registered.check_alone(optimizer)
 
 
-torch_optimizer.register_optimizer_step_pre_hook(_check_alone)
+register_optimizer_step_pre_hook(_check_alone)
 
 
 def _global_hook() -> str:
     """Names a hook that a script has registered for all optimizers; empty: there is none."""
-    for hooks in (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks):
+    for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks):
         for hook in hooks.values():
             if hook is not _check_alone:
                 return f"the step hook of all optimizers {getattr(hook, '__qualname__', type(hook).__qualname__)!r}, in a step"

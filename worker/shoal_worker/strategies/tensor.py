@@ -14,9 +14,11 @@ from shoal_worker.mesh.layouts import TENSOR_OPTIONS, Axes, plan_along
 from shoal_worker.strategies.declaration import Strategy
 from shoal_worker.strategies.model import ShardedModel
 from shoal_worker.strategies.optimizer import ShardedOptimizer
+from shoal_worker.torch_internals import needs_torch
 
 
 def _engine(setup: Setup) -> MeshEngine:
+    needs_torch(2, 12, "strategy='tensor'", "take zero3 or fsdp")
     plan = plan_along(
         "tensor_parallel_size",
         setup.options,

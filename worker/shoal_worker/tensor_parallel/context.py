@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from shoal_worker.torch_internals import compute_local_shape_and_global_offset
+from shoal_worker.torch_internals import compute_local_shape_and_global_offset, needs_torch
 
 
 class DropoutRandomness(StrEnum):
@@ -60,6 +60,10 @@ class ParallelContext:
     def leave(self, output: DTensor) -> torch.Tensor:
         """What a block hands on: summed over the ranks, whole; with sequence parallelism split along the sequence."""
         if self.sequence_dimension is not None and output.ndim > max(2, self.sequence_dimension):
+            length, ranks = output.shape[self.sequence_dimension], self.mesh.size()
+            if length % ranks:
+                what = f"sequence_dimension={self.sequence_dimension} with a sequence of {length}, which {ranks} ranks do not divide,"
+                needs_torch(2, 13, what, "pad the sequence, or leave sequence_dimension out")
             return output.redistribute(placements=[Shard(self.sequence_dimension)])
         return whole(output)
 

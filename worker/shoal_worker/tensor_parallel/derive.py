@@ -26,6 +26,7 @@ from shoal_worker.tensor_parallel.blocks import (
     trace_blocks,
 )
 from shoal_worker.tensor_parallel.plan import ParameterLayout, PlanEntry, Split, Style, TensorParallelPlan, to_split
+from shoal_worker.torch_internals import needs_torch
 
 _NORMS: Final = (
     nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
@@ -61,6 +62,8 @@ def make_plan(
     """
     if size < 1:
         raise ConfigurationError(f"tensor parallelism over {size} ranks: expected at least 1")
+    if size > 1:
+        needs_torch(2, 12, f"tensor parallelism over {size} ranks", "take zero3 or fsdp")  # 2.11 does not flatten what is split
     return _Planner(model, size, plan or {}, minimum_parameter_group_size, sequence_dimension, loss_parallel, example_inputs).plan()
 
 

@@ -11,6 +11,7 @@ from shoal_common.errors import ConfigurationError
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.elastic.loader_interface import StepStatus
 from shoal_worker.mesh.layouts import Axes, Layouts, plan_along, template_of
+from shoal_worker.torch_internals import needs_torch
 from torch import nn
 
 from tests.unit.worker_strategies.test_several_models import BATCH, dataset, loss_of, optimizers_of
@@ -214,6 +215,8 @@ def test_a_model_that_cannot_be_cut_for_the_ranks_is_refused_whichever_it_is() -
 
 
 def test_the_ranks_are_divided_so_that_every_model_can_be_cut() -> None:
+    needs_torch(2, 12, "tensor parallelism", "leave it out")
+
     def layouts_of(rows: int) -> Layouts:
         config = ShardingConfiguration(minimum_parameter_group_size=1)
         plan = plan_along(

@@ -150,8 +150,8 @@ def compare_first(item: Any, session: LoaderSession, loader: str) -> None:
     if summed is not None and not Probe.alike(summed):
         raise PreconditionError(
             f"the ranks' scripts went different ways: the stream of loader {loader!r} begins this epoch with an item that has other "
-            "numbers on another rank. A stream must give all ranks the same items in the same order, whole: Shoal deals them. Do not split it by "
-            "rank or worker (split_dataset_by_node, split_by_node), and seed its shuffling by set_epoch(epoch)",
+            "numbers on another rank. A stream must give all ranks the same items in the same order, whole: Shoal deals them. Do not "
+            "split it by rank or worker (split_dataset_by_node, split_by_node), and seed its shuffling by set_epoch(epoch)",
             reason="RANKS_DIVERGED",
         )
 

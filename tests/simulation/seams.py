@@ -110,12 +110,16 @@ class _NoWatch:
         """Nothing to end."""
 
 
+_NO_POINTS = {"reduction.under_way"}
+"""Failpoints between two of a rank's waits at which nothing else happens than at the next wait; recorded scenarios count without them."""
+
+
 class _Failpoints:
-    """All failpoints are wanted: at each, the scenario says what happens."""
+    """All failpoints are wanted, but for some: at each, the scenario says what happens."""
 
     def get(self, passed: tuple[str, int]) -> None:
         actor = current_actor()
-        if actor is not None and actor.main:
+        if actor is not None and actor.main and passed[0] not in _NO_POINTS:
             actor.host.comes_to(f"through {passed[0]}")
 
 

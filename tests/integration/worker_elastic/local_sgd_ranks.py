@@ -9,6 +9,7 @@ from typing import Any
 
 import shoal
 import torch
+import torch.distributed as dist
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2 as pb
@@ -45,13 +46,13 @@ def main() -> None:
 
 
 def _count_bytes() -> None:
-    plain = Group.all_reduce
+    plain = Group.all_reduce_async
 
-    def counted(self: Group, tensor: torch.Tensor) -> None:
-        plain(self, tensor)
+    def counted(self: Group, tensor: torch.Tensor) -> dist.Work | None:
         _sent.append(tensor.nbytes)
+        return plain(self, tensor)
 
-    Group.all_reduce = counted  # type: ignore[method-assign]  # nothing public lies between a strategy and its backend
+    Group.all_reduce_async = counted  # type: ignore[method-assign]  # nothing public lies between a strategy and its backend
 
 
 def error(model: nn.Module, batch: list[torch.Tensor]) -> dict[str, float]:

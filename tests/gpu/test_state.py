@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 from shoal_worker.elastic.transfer import StateDonor, take_state
+from shoal_worker.sharding.mirrors import PinnedMemory
 from shoal_worker.state import device_reader
 from shoal_worker.state.digest import digest_of, mixed_sum, state_digest
 from shoal_worker.state.tree import Snapshot
@@ -50,6 +51,20 @@ def test_state_is_sent_from_the_device() -> None:
         taken, _ = take_state([donor.address], NONCE, timeout=timedelta(seconds=60))
     donor.close()
     assert state_digest(taken) == state_digest(offered)
+
+
+def test_mirrors_travel_to_the_hosts_memory_and_back() -> None:
+    memory = PinnedMemory(torch.device("cuda", torch.cuda.current_device()))
+    (tensor, *_) = state().values()
+    expected = state_digest([tensor])
+    piece = torch.nn.Parameter(tensor)
+    for _ in range(3):
+        piece.data = memory.put(piece.data)
+        assert memory.holds(piece.data)
+        assert piece.is_pinned()
+        piece.data = memory.bring(piece.data)
+        assert not memory.holds(piece.data)
+    assert state_digest([piece.data]) == expected
 
 
 def test_digests_of_the_device_are_those_of_the_same_sums_on_the_host() -> None:

@@ -63,6 +63,11 @@ class ShardingConfiguration:
     directory: in files there, which the system maps into memory as far as it has room. None: beside the parameters. For strategies whose
     state is cut."""
 
+    mirrors: Literal["device", "host"] | None = None
+    """Where zero1, zero2, zero3 and fsdp keep mirrors of other ranks' shards, and the optimizer's state of them, between two updates:
+    "device": on the device; "host": in the host's pinned memory, from which they come to the device for each update. None: on the device,
+    until more than 80 % of its memory has been in use at once. Results are the same, to the bit. Without a GPU it changes nothing."""
+
     def __post_init__(self) -> None:
         for field, unit in (("bucket_cap_mb", "MiB"), ("minimum_parameter_group_size", "elements")):
             value = getattr(self, field)
@@ -78,6 +83,13 @@ class ShardingConfiguration:
             raise ConfigurationError(f'loss_reduction={self.loss_reduction!r}: expected "mean" or "sum"')
         if not (self.offload in (None, "cpu") or isinstance(self.offload, Path)):
             raise ConfigurationError(f'offload={self.offload!r}: expected "cpu", or a pathlib.Path of a directory for files')
+        if self.mirrors not in (None, "device", "host"):
+            raise ConfigurationError(f'mirrors={self.mirrors!r}: expected "device" or "host", or None for either, as memory allows')
+        if self.mirrors == "host" and self.offload is not None:
+            raise ConfigurationError(
+                f'mirrors="host" with offload={self.offload!r}: shards and mirrors are kept, and updated, where offload= says; leave '
+                "mirrors out"
+            )
         if isinstance(self.shard_modules, str | type):
             raise ConfigurationError(f"shard_modules={self.shard_modules!r}: expected a list of classes or names of modules")
         ahead = self.prefetch_blocks

@@ -72,8 +72,8 @@ def plan(
     if not 0.0 < efficiency <= 1.0:
         raise ConfigurationError(f"efficiency={efficiency!r}: expected a share above 0, at most 1")
     config = config or ShardingConfiguration()
-    for field in ("gradient_compression", "offload"):
-        if getattr(config, field) is not None:
+    for field in ("gradient_compression", "offload", "mirrors"):
+        if getattr(config, field) not in (None, "device"):
             raise ConfigurationError(f"{field}={getattr(config, field)!r}: plans do not know it; plan without it")
     assumptions = Assumptions(
         device_flops=parse_flops("device_flops", device_flops),

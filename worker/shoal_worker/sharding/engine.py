@@ -46,6 +46,7 @@ from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.gradients import CutGradients
 from shoal_worker.sharding.homes import home_of
 from shoal_worker.sharding.layout import Division, among_all
+from shoal_worker.sharding.mirrors import TravellingMirrors
 from shoal_worker.sharding.passes import ShardedPasses
 from shoal_worker.sharding.sharded_state import ShardedState
 from shoal_worker.sharding.unit import Stage, Unit
@@ -62,7 +63,7 @@ Divide = Callable[[Topology], Division]
 
 OPTIONS: Final = frozenset({"elementwise_optimizer", "whole_tensors"})
 """Keyword arguments of `as_distributed` that this engine reads."""
-SETTINGS: Final = frozenset({"param_dtype", "reduce_dtype", "offload"})
+SETTINGS: Final = frozenset({"param_dtype", "reduce_dtype", "offload", "mirrors"})
 """Fields of the configuration that it reads, and not every engine does."""
 
 
@@ -127,6 +128,7 @@ class ShardedEngine(ShardedPasses):
         self._execution = ShardedExecution(units, self._collectives, self.stage, self._whereabouts, prefetch=self.config.blocks_ahead)
         self._execution.before_backward = self._before_backward
         state = ShardedState(self.module, self._execution, self.stage, self._divide)
+        state.mirrors = TravellingMirrors(state.units, self.config.mirrors)
         if self._whole_tensors:
             state.keep_tensors_whole()
         if any(unit.apart for unit in state.units):
@@ -204,6 +206,7 @@ class ShardedEngine(ShardedPasses):
             self._parts.check(state)
 
     def _hand_out(self, closing: CutClosing) -> None:
+        self._held.bring_mirrors()
         self._gradients.hand_out(closing.divisor, closing.present)
 
     def _as_closing(self, told: Mapping[str, Any]) -> CutClosing:
@@ -244,6 +247,7 @@ class ShardedEngine(ShardedPasses):
             self._held.cut_whole(number=step.placement.generation, rank=step.placement.rank, topology=topology)
         elif self.stage is not Stage.PARAMETERS:
             self._execution.gather_all()  # where a failure kept it from being done after the update
+        self._held.mirrors.put_away(self.optimizer)  # what is done between steps may have brought them
         if self._compression is not None:
             trained = self._held.trained
             self._compression.laid_out("units", [unit.parameter_names for unit in trained], [u.layout.padded_numel for u in trained])

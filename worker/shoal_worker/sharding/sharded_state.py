@@ -26,6 +26,7 @@ from shoal_worker.engine.parameters import unsaved_buffers
 from shoal_worker.engine.state_in_parts import StateInParts
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.layout import Division, among_all
+from shoal_worker.sharding.mirrors import TravellingMirrors
 from shoal_worker.sharding.resharding import (
     VALUES,
     WHOLE,
@@ -73,6 +74,7 @@ class ShardedState(StateInParts):
         self._places: list[list[ParameterIndex]] = []
         """The parameters of the optimizer's groups, in the user's order."""
         self._state = ShardedOptimizerState(None)
+        self.mirrors = TravellingMirrors(self.units, "device")
         self.whole_tensors = False
         """The optimizer looks at whole tensors: each has one owner."""
         self._scalars: list[list[dict[str, Any]]] = [[{} for _ in unit.parameters] for unit in self.units]
@@ -158,6 +160,11 @@ class ShardedState(StateInParts):
         for unit in self.trained:
             if unit.home.keeps_files:
                 self._state.bring_home(unit)
+        self.mirrors.put_away(self.optimizer)
+
+    def bring_mirrors(self) -> None:
+        """All that this rank holds is on the device."""
+        self.mirrors.bring(self.optimizer)
 
     def committed(self) -> None:
         """A step was applied on this cut: what is held of the state before it is no longer of use."""
@@ -178,6 +185,7 @@ class ShardedState(StateInParts):
 
     def in_common(self) -> dict[str, int]:
         """Digests of what other ranks hold as well: shards that are mirrored, and parameters that are whole on every rank."""
+        self.bring_mirrors()
         state = self.optimizer.state if self.optimizer is not None else {}
         shards: dict[int, list[torch.Tensor]] = {}
         for unit in self.units:
@@ -193,6 +201,7 @@ class ShardedState(StateInParts):
 
     def _held(self, *, values_alone: bool = False) -> list[RankShards]:
         """The cuts of which this rank holds shards."""
+        self.bring_mirrors()
         keys = [{} if values_alone else self._state.element_keys(unit) for unit in self.units]
         held = [hold(self.units, self._state, self.cut, keys)] if self.cut is not None else []
         return held + ([self._before] if self._before is not None else []) + self._copies

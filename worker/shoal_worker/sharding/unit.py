@@ -68,6 +68,13 @@ class Holding:
             piece.grad = None
             piece.data = layout.piece(shard, cut)
 
+    def move(self, shard: torch.Tensor, layout: UnitLayout) -> None:
+        """Holds the same shard in other memory, `shard`. There are no gradients then."""
+        self.shard = shard
+        for piece, cut in zip(self.pieces, self.cuts, strict=True):
+            piece.grad = None
+            piece.data = layout.piece(shard, cut)
+
     def hand_out(self, divisor: float, present: Sequence[bool]) -> None:
         """Gives the optimizer its gradients: the sum over `divisor`; None for parameters that no rank used (`present`), and for those of
         other ranks where tensors are whole: an optimizer that looks at more than an element need not take an empty tensor. They are there

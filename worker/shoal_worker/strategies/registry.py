@@ -41,6 +41,7 @@ _INSTEAD: Final = {
     "param_dtype": "compute within torch.autocast, or take {known}",
     "reduce_dtype": 'use gradient_compression="bf16", or take {known}',
     "offload": "take {known}, whose optimizer state is in shards",
+    "mirrors": "take {known}, whose shards are mirrored, or leave it out",
     "shard_modules": "take {known}, which gather parameters by modules, or leave it out",
     "prefetch_blocks": "take {known}, which gather parameters block by block, or leave it out",
 }

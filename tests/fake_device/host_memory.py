@@ -1,0 +1,34 @@
+"""A stand-in for the host's memory beside a device. What has moved leaves nothing of use where it was."""
+
+from __future__ import annotations
+
+import torch
+
+
+class MarkedMemory:
+    """A `HostMemory`: tensors that lie in it are marked as such, and what they were copied from, or to, is spoiled."""
+
+    def __init__(self, *, wanted: bool = False) -> None:
+        self._wanted = wanted
+        self.moves = 0
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return getattr(tensor, "is_away", False)
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        away = self._moved(tensor)
+        away.is_away = True  # type: ignore[attr-defined]  # a mark of the stand-in's
+        return away
+
+    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert self.holds(tensor)
+        return self._moved(tensor)
+
+    def is_wanted(self) -> bool:
+        return self._wanted
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.moves += 1
+        moved = tensor.detach().clone()
+        tensor.detach().fill_(float("nan") if tensor.is_floating_point() else 77)
+        return moved

@@ -1,0 +1,104 @@
+"""Mirrors that are in the host's memory between updates: training, faults and checkpoints come to the same (the memory is a stand-in)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import shoal
+import torch
+from shoal_common.errors import ConfigurationError
+from shoal_worker.sharding import mirrors
+from shoal_worker.sharding.sharded_state import ShardedState
+from shoal_worker.state.digest import state_digest
+from torch import nn
+
+from tests.fake_device.host_memory import MarkedMemory
+from tests.simulation import oracle
+from tests.simulation.scenario import parse
+
+STRATEGIES = ("zero1", "zero2", "zero3", "fsdp")
+
+
+def train(strategy: str, options: dict[str, Any], away: list[bool]) -> int:
+    """What a rank does. Notes in each step, behind its passes, whether what it mirrors is away."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 2))
+    optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+    model, optimizer = shoal.as_distributed(net, optimizer, strategy=strategy, consistency_check_every=3, **options)
+    draw = torch.Generator().manual_seed(1)
+    samples = torch.utils.data.TensorDataset(torch.randn(48, 6, generator=draw), torch.arange(48) % 2)
+    for x, y in shoal.ElasticDataLoader(samples, global_batch_size=6, shuffle=False):
+        nn.functional.cross_entropy(model(x), y).backward()
+        held = optimizer._engine._held
+        assert isinstance(held, ShardedState)
+        for unit in held.units:
+            states = [value for piece in unit.mirror.pieces for value in optimizer.optimizer.state.get(piece, {}).values() if value.dim()]
+            tensors = [each for each in [*states, *([unit.mirror.shard] if unit.apart else [])] if each.numel()]
+            away += [getattr(tensor, "is_away", False) for tensor in tensors]
+        model.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return state_digest([model.full_state_dict(), optimizer.state_dict()])
+
+
+@pytest.fixture
+def memories(monkeypatch: pytest.MonkeyPatch) -> list[MarkedMemory]:
+    """The ranks' memories beside their devices."""
+    made: list[MarkedMemory] = []
+
+    def beside(device: torch.device) -> MarkedMemory:
+        made.append(MarkedMemory())
+        return made[-1]
+
+    monkeypatch.setattr(mirrors, "memory_beside", beside)
+    return made
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_training_comes_to_the_same_bits_with_mirrors_in_the_hosts_memory(strategy: str, memories: list[MarkedMemory]) -> None:
+    here: list[bool] = []
+    expected = shoal.launch(train, strategy, {"mirrors": "device"}, here, world_size=3)
+    assert not any(here)
+    assert memories == []
+    away: list[bool] = []
+    assert shoal.launch(train, strategy, {"mirrors": "host"}, away, world_size=3) == expected
+    assert all(away)
+    assert len(memories) == 3
+
+
+def test_mirrors_stay_on_a_device_that_is_not_short_of_memory(memories: list[MarkedMemory]) -> None:
+    away: list[bool] = []
+    shoal.launch(train, "zero2", {}, away, world_size=2)
+    assert not any(away)
+    assert [memory.moves for memory in memories] == [0, 0]
+
+
+def test_with_offload_it_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r'mirrors="host" with offload=\'cpu\': .*leave mirrors out'):
+        shoal.ShardingConfiguration(mirrors="host", offload="cpu")
+    with pytest.raises(ConfigurationError, match=r"mirrors='disk': expected \"device\" or \"host\""):
+        shoal.ShardingConfiguration(mirrors="disk")  # type: ignore[arg-type]  # what is refused
+
+
+@pytest.fixture
+def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[MarkedMemory]:
+    """All devices are, in runs without faults as well."""
+    oracle.reference.cache_clear()
+    memory = MarkedMemory(wanted=True)
+    monkeypatch.setattr(mirrors, "memory_beside", lambda device: memory)
+    yield memory
+    oracle.reference.cache_clear()
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "faults",
+    [["b dies at point 60"], ["b dies at point 103", "at point 110 of a: one more joins"], ["a dies at point 90", "c dies at point 150"]],
+    ids=["a death", "a death and a joiner", "two deaths"],
+)
+def test_a_mirror_that_is_away_takes_the_place_of_its_owners_shard(strategy: str, faults: list[str], short_of_memory: MarkedMemory) -> None:
+    verdict = oracle.run(parse("\n".join([f"{strategy}, loop save, 4 ranks, replaced, schedule 1", *faults])))
+    assert verdict.ok, f"\n{verdict.scenario}\n\n{verdict}"
+    assert short_of_memory.moves > 100

@@ -38,6 +38,7 @@ def main() -> None:
     loss = trainer.train().training_loss
     total = sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
     print(f"ranks {arguments.world_size} loss {loss:.6f} sum {total:.9f}", flush=True)
+    trainer.accelerator.end_training()  # else torch's threads of the process group may abort the process as it ends
 
 
 if __name__ == "__main__":

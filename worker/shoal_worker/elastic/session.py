@@ -434,8 +434,7 @@ class Session:
             self._held.name = StateName(self.generation, int(captured["steps"]))
 
     def on_state_lost(self, fallback: Callable[[], bool]) -> None:
-        """`fallback` loads the newest checkpoint into this process, and says whether there was one; it is called if every process that held
-        the state is gone."""
+        """`fallback` loads the newest checkpoint here, and says whether there was one. Called if all that held the state are gone."""
         if self._formation is not None:
             self._formation.feeding.fallback = fallback
 

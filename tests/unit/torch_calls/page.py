@@ -67,6 +67,14 @@ What changes values (`load_state_dict`, `p.mul_`, `nn.init`) has to be done alik
   forward pass, or, with a plain batch and `backward()`, until `optimizer.step()`. What a script changes when the step is closed (behind
   `train_step`, clipping, the inner loop over micro-batches, or `step()`) stays what each rank made of it, and has to be alike. Integers are
   exact, and refused if they move by more than 2^40 in a step (`test_buffers.py`).
+- Buffers that `state_dict()` has not (`persistent=False`: tables, masks, random projections) are the first rank's on all ranks, when
+  training begins and on workers that join; one whose shape differs (a cache) stays as it is. Steps do not sum their changes. After
+  `shoal.resume` they are what the first rank's script has made of them, as in plain torch, not what the checkpoint's run had. Under
+  `async_sgd` each worker has its own, as of all buffers.
+- `nn.Embedding` and `nn.EmbeddingBag` with `max_norm` change their weight in the forward pass, each rank the rows of its own samples: they
+  are refused. With `scale_grad_by_freq` rows are counted in each rank's part of the batch, and a warning says so.
+- Parameters may lie in memory in any order (`channels_last`, transposed): gradients and moments lie as they do, which torch's fused
+  optimizers rely on (`test_odd_parameters.py`).
 
 ## torch.compile
 

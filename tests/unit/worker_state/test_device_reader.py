@@ -76,6 +76,21 @@ def test_what_a_device_has_no_room_to_copy_is_waited_for() -> None:
     assert [each[-1].item() for each in copied] == [99, 199]
 
 
+def test_a_device_whose_free_memory_is_in_pieces_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    lane = LateLane()
+    copies, tensor = HostCopies(lambda device: lane), torch.arange(100.0)
+
+    def full(*arguments: object, **options: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "clone", full)
+        copy = copies.of(tensor)
+    copies.begun()
+    assert lane.sent == tensor.nbytes
+    assert torch.equal(copy, tensor)
+
+
 def test_two_threads_that_wait_for_copies_both_find_them(lane: LateLane) -> None:
     live = {str(number): torch.full((1000,), float(number)) for number in range(50)}
     snapshot, found = Snapshot.take(live), []

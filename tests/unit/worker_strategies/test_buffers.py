@@ -187,3 +187,36 @@ def test_tables_that_no_state_dict_has_are_the_first_ranks(strategy: str, tmp_pa
     for drawn_by in (1, 5):
         first, second = shoal.launch(with_features, strategy, tmp_path, drawn_by, world_size=2)
         assert torch.equal(first, second)
+
+
+class Masked(nn.Module):
+    """An expanded buffer, of which several elements are one place in memory."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mask", (torch.tril(torch.ones(4, 4)) * scale).expand(2, 4, 4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = (self.linear(x) * self.mask[0].sum()).square().mean()
+        return output
+
+
+def with_masks(strategy: str, directory: Path, *, apart: bool) -> float:
+    net = Masked(1.0 + shoal.rank() * apart)
+    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.001), strategy=strategy)
+    shoal.resume(directory)
+    for (x,) in shoal.ElasticDataLoader(TensorDataset(X), global_batch_size=8):
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    shoal.save_checkpoint(directory)
+    return float(net.mask[1].sum())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "hybrid"])
+@pytest.mark.parametrize("apart", [False, True])
+def test_expanded_buffers_are_resumed(strategy: str, apart: bool, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert shoal.launch(lambda: with_masks(strategy, tmp_path, apart=apart), world_size=2) == [10.0, 10.0]

@@ -10,6 +10,7 @@ import pytest
 import shoal
 import torch
 from shoal_common.errors import ConfigurationError
+from shoal_worker.engine.optimizer_state import as_made_by
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
@@ -194,3 +195,13 @@ def test_gradients_that_depend_on_how_a_batch_is_dealt_are_warned_of(caplog: pyt
     net = nn.Embedding(8, 4, scale_grad_by_freq=True)
     shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
     assert [record.message for record in caplog.records if "scale_grad_by_freq=True: rows are counted" in record.message] != []
+
+
+class AdamW(torch.optim.SGD):
+    """An optimizer of somebody else's, which keeps its moments as it likes."""
+
+
+def test_moments_of_optimizers_of_others_are_left_as_they_were_made() -> None:
+    moment, parameter = torch.ones(3), nn.Parameter(torch.ones(3))
+    assert as_made_by(torch.optim.AdamW([parameter]), moment, "exp_avg", torch.bfloat16).dtype == torch.bfloat16
+    assert as_made_by(AdamW([parameter]), moment, "exp_avg", torch.bfloat16) is moment

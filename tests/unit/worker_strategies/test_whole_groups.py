@@ -140,3 +140,39 @@ def test_a_grad_scaler_unscales_what_the_ranks_update(strategy: str) -> None:
         assert [norm, last, scale] == pytest.approx(expected[:3], rel=1e-9)
         for name, value in values.items():
             torch.testing.assert_close(torch.tensor(value), torch.tensor(expected[3][name]))
+
+
+def scaled_in_parts(strategy: str) -> list[float]:
+    """Five samples in micro-batches of one: in the last step two of three ranks have none."""
+    _, model, optimizer, _ = make(strategy)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in shoal.ElasticDataLoader(TensorDataset(X[:5]), global_batch_size=4, micro_batch_size=1, shuffle=False).steps():
+        for (x,) in step:
+            scaler.scale(model(x).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return [value for tensor in model.full_state_dict().values() for value in tensor.double().reshape(-1).tolist()]
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "hybrid"])
+def test_a_grad_scaler_finds_the_gradients_of_a_rank_that_had_no_micro_batch(strategy: str) -> None:
+    (expected,) = shoal.launch(scaled_in_parts, "ddp", world_size=1)
+    for values in shoal.launch(scaled_in_parts, strategy, world_size=3):
+        torch.testing.assert_close(torch.tensor(values), torch.tensor(expected))
+
+
+def compares_groups(strategy: str) -> list[Any]:
+    _, _, optimizer, _ = make(strategy)
+    one, *others = optimizer.param_groups
+    one |= {"lr": 0.5}
+    optimizer.param_groups[0] = one
+    told = [one["lr"], optimizer.optimizer.param_groups[0]["lr"], one == dict(one), one == {}, "lr" in list(reversed(one))]
+    return [*told, *[one == other for other in others], optimizer.state.get("nothing") is None]
+
+
+def test_groups_are_compared_and_merged_as_dicts_are() -> None:
+    for told in shoal.launch(compares_groups, "zero1", world_size=2):
+        assert told[:5] == [0.5, 0.5, True, False, True]
+        assert not any(told[5:-1])
+        assert told[-1]

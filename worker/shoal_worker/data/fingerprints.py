@@ -127,8 +127,33 @@ def _fractions(value: Any, depth: int) -> Iterator[np.ndarray[Any, Any]]:
         case _ if depth == _DEEPEST:
             return
         case Mapping() | list() | tuple():
-            for each in list(value.values() if isinstance(value, Mapping) else value)[:_HEAD]:
+            for each in _members(value):
                 yield from _fractions(each, depth + 1)
         case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
             for field in dataclasses.fields(value):
                 yield from _fractions(getattr(value, field.name), depth + 1)
+
+
+def _members(value: Mapping[Any, Any] | Sequence[Any]) -> list[Any]:
+    """Those that a fingerprint looks at."""
+    if not isinstance(value, Mapping):
+        return list(value[:_HEAD])
+    return [value[key] for key in list(value)[:_HEAD] if not (isinstance(key, str) and key.startswith("__") and key != "__key__")]
+
+
+def tells_apart(value: Any, depth: int = 0) -> bool:
+    """Whether an item has something by which its fingerprint is another one than other items': texts, bytes or whole numbers."""
+    match value:
+        case str() | bytes() | bool() | int():
+            return True
+        case torch.Tensor():
+            return value.layout is torch.strided and not value.is_floating_point() and not value.is_complex() and value.numel() > 0
+        case np.ndarray() | np.generic():
+            return np.asarray(value).dtype.kind in "biuSU" and np.asarray(value).size > 0
+        case _ if depth == _DEEPEST:
+            return False
+        case Mapping() | list() | tuple():
+            return any(tells_apart(each, depth + 1) for each in _members(value))
+        case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return any(tells_apart(getattr(value, field.name), depth + 1) for field in dataclasses.fields(value))
+    return False

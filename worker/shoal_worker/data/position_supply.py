@@ -45,7 +45,7 @@ class PositionSupply(StreamSupply):
         """See `Supply`.
 
         Raises:
-            PreconditionError (STREAM_NOT_REPEATED, RANKS_DIVERGED): the source gave other items than before, or than on another rank.
+            PreconditionError (STREAM_NOT_REPEATED): the source gave other items than before.
             ConfigurationError: it gave none.
         """
         cursor = self._progress.cursor

@@ -8,6 +8,7 @@ positions are the supply's part of the loader's state.
 from __future__ import annotations
 
 import abc
+import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -16,12 +17,14 @@ from shoal_common.errors import ConfigurationError, PreconditionError
 
 from shoal_worker.data.cursor import LoaderProgress
 from shoal_worker.data.fetch import Request
-from shoal_worker.data.fingerprints import Probe
+from shoal_worker.data.fingerprints import Probe, tells_apart
 from shoal_worker.data.sampling import Block, EpochPlan
 from shoal_worker.data.sources import Sources
 from shoal_worker.data.step_batches import DealtStep, Supply
 from shoal_worker.data.streams import identity_of_stream, makes_of, names_of
 from shoal_worker.elastic.loader_interface import LoaderSession
+
+_log = logging.getLogger(__name__)
 
 STATE: Final = "stream"
 """The name of a stream's part of its loader's state."""
@@ -141,18 +144,16 @@ def left_behind() -> PreconditionError:
 
 
 def compare_first(item: Any, session: LoaderSession, loader: str) -> None:
-    """Once an epoch, in its first step, all ranks compare the numbers with a fraction of one item, which fingerprints leave out.
-
-    Raises:
-        PreconditionError (RANKS_DIVERGED): they differ, as where a source splits itself by rank.
-    """
+    """Once an epoch, in its first step, all ranks compare the numbers with a fraction of one item, which fingerprints leave out. Where it
+    has nothing else, and they differ, a warning says so: a source may split itself by rank, or only change its items at random."""
     summed = session.sum_numbers(Probe.of(item), or_own=True)
-    if summed is not None and not Probe.alike(summed):
-        raise PreconditionError(
-            f"the ranks' scripts went different ways: the stream of loader {loader!r} begins this epoch with an item that has other "
-            "numbers on another rank. A stream must give all ranks the same items in the same order, whole: Shoal deals them. Do not "
-            "split it by rank or worker (split_dataset_by_node, split_by_node), and seed its shuffling by set_epoch(epoch)",
-            reason="RANKS_DIVERGED",
+    if summed is not None and not Probe.alike(summed) and not tells_apart(item):
+        _log.warning(
+            "the stream of loader %r begins this epoch with an item that has other numbers on another rank. If it changes items at random, "
+            "that is as it may be. Else samples count twice, or never: a stream must give all ranks the same items in the same order, "
+            "whole, for Shoal deals them. Do not split it by rank or worker (split_dataset_by_node, split_by_node), and seed its shuffling "
+            "by set_epoch(epoch). Items with a number or a key beside are told apart, and this is an error then, or needs no word",
+            loader,
         )
 
 

@@ -406,6 +406,12 @@ class Leaves:
             if place.gradient:
                 hide_gradient(leaf, place)
 
+    def gradients_handed_out(self, present: Sequence[bool]) -> None:
+        """This rank has its parts of the ranks' gradients now, also of parameters that only other ranks have used. `present`: of which."""
+        for (_, place), here in zip(self._leaves, present, strict=True):
+            place.gradient = place.gradient or here
+        self.hide_gradients()
+
     @property
     def have_gradients(self) -> bool:
         """Some have a gradient elsewhere."""

@@ -35,7 +35,9 @@ def strided_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 def as_made_by(optimizer: torch.optim.Optimizer | None, value: Any, key: str, dtype: torch.dtype) -> Any:
     """A value of a state that is loaded, for a parameter of `dtype`. The state may be of a run whose parameters had another: optimizers of
     torch.optim make moments in the parameter's, and cannot go on with others. Those of others make them as they like."""
-    if not isinstance(value, torch.Tensor) or key in _ONE_NUMBER or type(optimizer).__name__ not in _IN_THE_PARAMETERS_DTYPE:
+    kind = type(optimizer)
+    of_torch = kind.__module__.startswith("torch.optim.") and kind.__name__ in _IN_THE_PARAMETERS_DTYPE
+    if not isinstance(value, torch.Tensor) or key in _ONE_NUMBER or not of_torch:
         return value
     return value.to(dtype) if value.is_floating_point() and dtype.is_floating_point else value
 

@@ -234,8 +234,13 @@ def take_unsaved(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None
     """Gives the module a peer's `unsaved_buffers`, as far as they fit: a cache may have any shape."""
     for name, own in unsaved_buffers(module).items():
         value = buffers.get(name)
-        if value is not None and (value.shape, value.dtype) == (own.shape, own.dtype):
-            own.copy_(value)
+        if value is None or (value.shape, value.dtype) != (own.shape, own.dtype) or torch.equal(own, there := value.to(own.device)):
+            continue
+        if any(stride == 0 and size > 1 for stride, size in zip(own.stride(), own.shape, strict=True)):  # expanded: cannot be written to
+            path, _, last = name.rpartition(".")
+            module.get_submodule(path)._buffers[last] = there.clone()
+        else:
+            own.copy_(there)
 
 
 def materialize(

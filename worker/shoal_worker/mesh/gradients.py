@@ -92,15 +92,15 @@ class MeshGradients(abc.ABC):
 
     def add_all(self, gradients: Mapping[str, torch.Tensor], factor: float) -> None:
         """Adds gradients by the names of their parameters, times `factor`. Nobody changes them any more."""
-        dense = [name for name, gradient in gradients.items() if gradient.layout is torch.strided]
-        if dense:
-            own = [self.added(name) for name in dense]
-            given = [gradients[name].to(each.dtype) for name, each in zip(dense, own, strict=True)]
-            torch._foreach_add_(own, given, alpha=factor)
+        together: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, gradient in gradients.items():
-            if gradient.layout is not torch.strided:
-                added = self.added(name)
+            added = self.added(name)
+            if gradient.layout is torch.strided and gradient.dtype == added.dtype:
+                together.append((added, gradient))
+            else:  # one by one: what is made of it on the way is as large as it
                 added.add_(gradient.to(added.dtype), alpha=factor)
+        if together:
+            torch._foreach_add_([added for added, _ in together], [gradient for _, gradient in together], alpha=factor)
 
     def factor(self, weight: float) -> float:
         """Returns what the gradients of a pass that weighs so much are multiplied with."""
@@ -258,11 +258,19 @@ class ReplicatedGradients(MeshGradients):
         present = self.present
         for piece in self._pieces.values():
             drop_gradient(piece)
-        used = [(piece, *self._added_times(name)) for name, piece in self._pieces.items() if present[name]]
-        if used:
-            means = torch._foreach_div([gradient for _, gradient, _ in used], [divisor / factor for *_, factor in used])
-            for (piece, *_), mean in zip(used, means, strict=True):
-                piece.grad = strided_like(mean.to(piece.dtype), piece)
+        together: list[tuple[nn.Parameter, torch.Tensor, float]] = []
+        for name, piece in self._pieces.items():
+            if not present[name]:
+                continue
+            gradient, factor = self._added_times(name)
+            if gradient.dtype == piece.dtype:
+                together.append((piece, gradient, divisor / factor))
+            else:  # one by one: its mean in the wider dtype is needed for a moment
+                piece.grad = strided_like(gradient.div(divisor / factor).to(piece.dtype), piece)
+        if together:
+            means = torch._foreach_div([gradient for _, gradient, _ in together], [by for *_, by in together])
+            for (piece, *_), mean in zip(together, means, strict=True):
+                piece.grad = strided_like(mean, piece)
 
     def scale(self, factor: float) -> None:
         """See `MeshGradients`."""

@@ -195,7 +195,8 @@ class LocalSGDEngine(ReplicatedEngine):
         share = weight / total if total > 0 else 1.0 / self._session.world_size
         self._average = list(zip(tensors, weighted_mean(tensors, share, self._add), strict=True))
         if (self._rounds.average_optimizer_state or self._round.averages_state) and group is not None and self.optimizer is not None:
-            self._mean_state = mean_optimizer_state(self.optimizer.state_dict()["state"], group.exchange, self._add, tensors[0].device)
+            state, device = self.optimizer.state_dict()["state"], tensors[0].device
+            self._mean_state = mean_optimizer_state(state, group.exchange, group.all_reduce, device)
 
     def _averaged(self) -> list[torch.Tensor]:
         """What the round has changed: parameters, then statistics and counters in buffers."""
@@ -288,7 +289,9 @@ class LocalSGDEngine(ReplicatedEngine):
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `TrainingEngine`."""
         super().restore(state)
-        self._outer.momentum = {name: value.clone() for name, value in state.get("outer_momentum", {}).items()}
+        parameters = dict(self.module.named_parameters())
+        momentum = state.get("outer_momentum", {})
+        self._outer.momentum = {name: value.to(parameters[name].device, copy=True) for name, value in momentum.items()}
         self._round_over()
 
     def in_common(self) -> Mapping[str, int]:

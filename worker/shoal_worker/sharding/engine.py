@@ -161,6 +161,7 @@ class ShardedEngine(ShardedPasses):
 
     def exchange_update(self, update: TentativeUpdate) -> None:
         """See `Engine`. Where parameters are whole on every rank they are fetched before the next step, at the latest."""
+        self._held.bring_mirrors()  # what is on its way to the host's memory could be read there too early
         super().exchange_update(update)
         for unit in self._held.units:
             unit.changed()

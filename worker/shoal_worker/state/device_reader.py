@@ -43,7 +43,7 @@ class Lane(Protocol):
         ...
 
     def room(self) -> int:
-        """How many bytes of the device's memory are free."""
+        """How many bytes of the device's memory may be taken, though training goes on."""
         ...
 
 
@@ -72,10 +72,10 @@ class CudaLane:
         return reached
 
     def room(self) -> int:
-        """See `Lane`: what the driver has, and what torch keeps of it for later."""
-        free, _ = torch.cuda.mem_get_info(self._device)
+        """See `Lane`: what the driver has, and what torch keeps of it for later; but not what the passes of a step have needed."""
+        free, total = torch.cuda.mem_get_info(self._device)
         kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return int(free + kept)
+        return max(0, min(free + kept, total - torch.cuda.max_memory_allocated(self._device)))
 
 
 def lane_of(device: torch.device) -> Lane | None:
@@ -138,13 +138,25 @@ class HostCopies:
         lane = self._lane(plain.device)
         if lane is None or not plain.numel():
             return copy.copy_(plain)
-        if plain.nbytes <= self._room[plain.device]:
-            self._room[plain.device] -= plain.nbytes
-            self._coming.append((lane, plain.clone(memory_format=torch.contiguous_format), copy))
+        there = self._copied_there(plain)
+        if there is not None:
+            self._coming.append((lane, there, copy))
         else:
             contiguous = plain.contiguous()
             lane.fence()()
             DeviceReader(lane).read(contiguous, copy)
+        return copy
+
+    def _copied_there(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A copy on the device; None: there is no room for one."""
+        if tensor.nbytes > self._room[tensor.device]:
+            return None
+        try:
+            copy = tensor.clone(memory_format=torch.contiguous_format)
+        except torch.OutOfMemoryError:  # in pieces that are too small
+            self._room[tensor.device] = 0
+            return None
+        self._room[tensor.device] -= tensor.nbytes
         return copy
 
     def begun(self) -> None:

@@ -59,6 +59,18 @@ class WholeGroup(dict[str, Any]):
     def __repr__(self) -> str:
         return repr(dict(self))
 
+    def __reversed__(self) -> Iterator[str]:
+        return reversed(list(self))
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (not isinstance(other, WholeGroup) and dict(self) == other)
+
+    __hash__ = None  # as of any dict
+
+    def __ior__(self, other: Any) -> WholeGroup:  # type: ignore[override]  # it has one form here
+        self.update(other)
+        return self
+
     def __or__(self, other: Any) -> dict[str, Any]:  # type: ignore[override]  # it has one form here
         """Returns a plain dict."""
         merged: dict[str, Any] = dict(self) | other
@@ -125,6 +137,10 @@ class StateOfPieces(MutableMapping[Any, Any]):
                 "optimizer.state_dict(), called on every rank, gives the whole state"
             )
         return self._state[key]
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """That of a piece; `default` where there is none, which stays so."""
+        return self[key] if key in self else default  # noqa: SIM401 - its own get makes an entry
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._state[key] = value

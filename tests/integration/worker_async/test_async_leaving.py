@@ -37,14 +37,24 @@ def test_a_script_that_is_interrupted_does_not_wait_for_values_that_are_pulled_a
     directory = tmp_path / "script"
     directory.mkdir()
     configuration = json.dumps({"directory": str(directory), "options": {"prefetch": True}, "delay_s": 0.1})
-    where = {"SHOAL_COORDINATOR": running.coordinator.address, "SHOAL_JOB_ID": running.job_id, "SHOAL_MEMBER_ID": "member-of-its-own"}
+    where = {
+        "PYTHONFAULTHANDLER": "1",
+        "SHOAL_COORDINATOR": running.coordinator.address,
+        "SHOAL_JOB_ID": running.job_id,
+        "SHOAL_MEMBER_ID": "member-of-its-own",
+    }
     with (directory / "log").open("w") as log:
         script = subprocess.Popen([sys.executable, "-c", TRAIN, configuration], env=os.environ | where, stdout=log, stderr=log)
     try:
         status = Path(f"/proc/{server.process.pid}/stat")
         eventually(lambda: status.read_text().rpartition(")")[2].split()[0] == "T", "the server to stand still")
         script.send_signal(signal.SIGINT)
-        assert script.wait(PATIENCE_S / 4) == -signal.SIGINT, (directory / "log").read_text()
+        try:
+            ended = script.wait(PATIENCE_S / 4)
+        except subprocess.TimeoutExpired:
+            script.send_signal(signal.SIGABRT)  # it writes where its threads are
+            ended = script.wait()
+        assert ended == -signal.SIGINT, (directory / "log").read_text()
     finally:
         script.kill()
         script.wait()

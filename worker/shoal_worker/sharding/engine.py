@@ -209,6 +209,9 @@ class ShardedEngine(ShardedPasses):
     def _hand_out(self, closing: CutClosing) -> None:
         self._held.bring_mirrors()
         self._gradients.hand_out(closing.divisor, closing.present)
+        present = iter(closing.present)
+        for unit in self._held.trained:
+            unit.hidden.gradients_handed_out([next(present) for _ in unit.parameters])
 
     def _as_closing(self, told: Mapping[str, Any]) -> CutClosing:
         return CutClosing(**told)

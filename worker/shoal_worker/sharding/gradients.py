@@ -103,7 +103,6 @@ class CutGradients:
             here = [next(flags) for _ in unit.parameters]
             for holding in unit.holdings:
                 holding.hand_out(divisor, here)
-            unit.hidden.gradients_handed_out(here)
         for unit in self._trained:
             unit.home.arrived()
 

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """Those of this machine that workers may have."""
+    """The devices of this machine that workers may have."""
 
     kind: str = CPU
     """One of `KINDS`."""

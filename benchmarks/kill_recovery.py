@@ -158,7 +158,7 @@ CUDA_CANDIDATES: Final = (
     *(replace(candidate, of_floor=CUDA_OF_FLOOR) for candidate in CANDIDATES if candidate.name.startswith("shoal")),
     *(candidate for candidate in CANDIDATES if candidate.name == "torchrun, restart of all"),
 )
-"""Those that have CUDA in this environment, with all workers under one launcher, which gives each its device."""
+"""The systems that have CUDA in this environment, with all workers under one launcher, which gives each its device."""
 
 
 def measure(options: Options) -> Table:

@@ -39,7 +39,7 @@ class Benchmark:
     title: str
     module: str
     on_devices: int | None = None
-    """With how few CUDA devices it can be made on them; None: it is measured on the host alone."""
+    """The least number of CUDA devices that the table can be made on; None: it is measured on the host alone."""
 
     def measure(self, options: Options) -> Table:
         """Runs it; takes minutes."""

@@ -28,7 +28,7 @@ BATCH_OF_RANKS: Final = {2: 64, 3: 32}
 """For steps of about 5 ms on two cores."""
 CUDA_WIDTH: Final = 2048
 CUDA_BATCH_OF_RANKS: Final = {2: 1024, 8: 1024}
-"""For steps of a few milliseconds on a GPU: an expectation, which was not measured."""
+"""Chosen so that a step takes a few milliseconds on a GPU: an expectation, which was not measured."""
 STEPS_PER_BLOCK: Final = 100
 
 

@@ -6,10 +6,11 @@ ends no process and sleeps in no thread, but writes down when it would have.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -220,6 +221,18 @@ class _Made:
         native = FakeNCCL(self._device.machine, self._device.number, store, rank, size, options)
         self._device.natives.append(native)
         return native
+
+
+@contextlib.contextmanager
+def leaving_together(done: threading.Barrier, limit: timedelta) -> Iterator[None]:
+    """What a rank does as a thread: it leaves when all have come to the end, or one has failed. So nobody closes its connections under
+    another's last collective."""
+    try:
+        yield
+        done.wait(limit.total_seconds())
+    except BaseException:  # whatever it is: the others must not wait for this rank
+        done.abort()
+        raise
 
 
 def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:

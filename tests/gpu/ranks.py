@@ -13,7 +13,7 @@ import torch.distributed as dist
 from shoal_worker.api import shutdown
 from shoal_worker.backends import worlds
 
-from tests.fake_device.library import in_threads
+from tests.fake_device.library import in_threads, leaving_together
 
 _TIMEOUT = timedelta(seconds=120)
 
@@ -24,12 +24,8 @@ def together(be: Callable[[], Any], *, world_size: int, backend: str = "gloo") -
 
     def take_part(rank: int) -> Any:
         with worlds.entered(worlds.Seat(rank=rank, world_size=world_size, store=store, timeout=_TIMEOUT, backend=backend)):
-            try:
+            with leaving_together(done, _TIMEOUT):
                 result = be()
-                done.wait(_TIMEOUT.total_seconds())  # nobody closes its connections under another's last collective
-            except BaseException:
-                done.abort()
-                raise
             shutdown()
             return result
 

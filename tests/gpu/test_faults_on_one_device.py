@@ -42,7 +42,7 @@ def run_with_a_death_and_a_joiner(running: Cluster, workers: int) -> list[dict[s
 
 
 def check_ranks(results: list[dict[str, Any]], kind: str) -> None:
-    """They were where they should be, a death and a join have happened, and they agree."""
+    """Checks what the workers told: each computed on its device, a death and a join have happened, and their results agree."""
     assert {result["device"].partition(":")[0] for result in results} == {kind}
     assert all(result["generation"] >= 3 for result in results)
     assert {result["finite"] for result in results} == {True}

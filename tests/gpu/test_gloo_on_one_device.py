@@ -5,7 +5,6 @@ abort. In a rehearsal the device is the host, and its tensors are taken for ones
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -104,7 +103,7 @@ def test_a_group_that_is_formed_anew_after_an_abort_gives_right_results(device: 
     for generation in range(1, 4):
         backends = groups(store, generation)
         tensors = [torch.full((_MANY,), rank + 1.0, device=device) for rank in range(_RANKS)]
-        on_both(lambda rank: backends[rank].all_reduce(tensors[rank]))  # noqa: B023 - called at once
+        on_both(lambda rank, backends=backends, tensors=tensors: backends[rank].all_reduce(tensors[rank]))
         assert all(bool((tensor == 3).all()) for tensor in tensors)
         work = backends[0].process_group.allreduce([tensors[0]], AllreduceOptions())  # rank 1 never comes
         threading.Timer(0.05, backends[1].abort, ["a fault"]).start()
@@ -142,10 +141,10 @@ def test_what_a_side_stream_writes_is_sent_and_what_it_reads_has_come(
                 result = torch.zeros(_RANKS * _MANY, device=device)
                 work = group.all_gather_single(result, mine)
             if followed:
-                for part in getattr(work, "_parts", [work]):
+                parts = getattr(work, "_parts", [work])
+                for part in parts:
                     part.follow()
-                eventually(work.is_completed, "the collective")
-                time.sleep(0.05)  # for the thread that finishes it: not waited for, but a chance for it to be wrong
+                eventually(lambda parts=parts: all(part._over for part in parts), "the thread that finishes the collective")
             work.wait()
             doubled = result * 2
         side.synchronize()

@@ -33,7 +33,7 @@ class Place:
     workers: int
     backend: str
     width: int
-    """Of the layers: on devices of 1024, so that what is summed in a step is 100 MB."""
+    """The width of the layers. On devices it is 1024, so that 100 MB are summed in a step."""
 
     def settings(self, strategy: str, options: str = "{}") -> dict[str, str]:
         return {

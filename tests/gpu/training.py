@@ -35,7 +35,7 @@ _INPUTS: Final = 8
 _BLOCKS: Final = 6
 _PIPELINED: Final = ("pipeline", "hybrid")
 _GENERATOR: Final = threading.Lock()
-"""Of torch's random numbers, which ranks that are threads share."""
+"""Guards torch's random numbers, which ranks share that are threads."""
 
 
 class Block(nn.Module):

@@ -91,7 +91,7 @@ def told(ours: bool, arguments: dict[str, Any]) -> dict[str, Any]:
     ids=str,
 )
 def test_limits_are_those_of_lightnings_own_strategy(arguments: dict[str, Any]) -> None:
-    """With several loaders to validate with, each of which is limited."""
+    """A module that validates with several loaders, each of which is limited."""
     ours, its = told(True, arguments), told(False, arguments)
     assert ours.pop("seen") == its.pop("seen")
     assert ours.keys() == its.keys()

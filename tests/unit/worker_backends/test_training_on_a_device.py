@@ -19,7 +19,7 @@ from shoal_worker.backends.waits import Waits
 from shoal_worker.elastic import fixed
 from torch import nn
 
-from tests.fake_device.library import FakeCuda, in_threads
+from tests.fake_device.library import FakeCuda, in_threads, leaving_together
 from tests.fake_device.machine import Machine
 
 _TIMEOUT = timedelta(seconds=60)
@@ -84,12 +84,8 @@ def on_devices(machine: Machine, prototype: nn.Module, strategy: str, options: d
         own.device = FakeCuda(machine, rank)
         seat = worlds.Seat(rank=rank, world_size=_WORLD, store=store, timeout=_TIMEOUT, backend="nccl")
         with worlds.entered(seat):
-            try:
+            with leaving_together(done, _TIMEOUT):
                 trained = train(prototype, strategy, options)
-                done.wait(_TIMEOUT.total_seconds())  # nobody closes its connections under another's last collective
-            except BaseException:
-                done.abort()
-                raise
             shutdown()
             return trained
 

@@ -154,7 +154,7 @@ def test_ranks_of_which_one_has_come_further_in_its_course_wait_on(ranks: list[R
 
 
 def test_forward_passes_are_compared_within_a_replica_alone(ranks: list[Rank]) -> None:
-    """Of a model that is cut over ranks, each replica may take other numbers of micro-batches, and ends its batch as the others do."""
+    """Where a model is cut over ranks, each replica may take another number of micro-batches, and ends its batch as the others do."""
     third = Rank(2, cast(Any, ranks[0].waiting._notes))
     for rank, replica, courses in zip(
         [*ranks, third], "001", [[FORWARD, CLOSING], [FORWARD, FORWARD], [FORWARD, FORWARD, CLOSING]], strict=True

@@ -59,7 +59,8 @@ class Shards:
     """All tensors of the whole, on the meta device."""
     count: int
     mine: Mapping[int, Mapping[str, tuple[int, torch.Tensor]]]
-    """By shard and tensor: the first element, and a flat copy of the run, which is there once `copies` have arrived."""
+    """What this rank writes, by the number of the shard and the name of the tensor: the place of the first element, and a flat copy of the
+    run of elements from there, which is filled once `copies` have arrived."""
     copies: HostCopies
 
     @classmethod

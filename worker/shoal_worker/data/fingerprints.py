@@ -87,7 +87,7 @@ def _add_array(state: Any, array: np.ndarray[Any, Any]) -> None:
 
 _SIGNS: Final = np.random.default_rng(0).choice([-1.0, 1.0], size=(3, _HEAD))
 _NEARLY: Final = 0.01
-"""By how much of an item's size ranks' numbers may differ: far more than machines round otherwise, far less than other items do."""
+"""How far apart ranks' numbers of one item may be, as a part of its size: far more than roundings of machines, far less than items."""
 
 
 class Probe:
@@ -135,7 +135,7 @@ def _fractions(value: Any, depth: int) -> Iterator[np.ndarray[Any, Any]]:
 
 
 def _members(value: Mapping[Any, Any] | Sequence[Any]) -> list[Any]:
-    """Those that a fingerprint looks at."""
+    """The members of a collection that a fingerprint looks at."""
     if not isinstance(value, Mapping):
         return list(value[:_HEAD])
     return [value[key] for key in list(value)[:_HEAD] if not (isinstance(key, str) and key.startswith("__") and key != "__key__")]

@@ -20,7 +20,7 @@ BATCH = "ends the batch (it steps the last of all optimizers, or asks for the ne
 
 
 class Course:
-    """What was issued at one place of the run: behind one committed step, in one generation."""
+    """The collectives that this rank has issued since one committed step, in one generation."""
 
     def __init__(self) -> None:
         self._place: tuple[int, ...] = ()
@@ -36,8 +36,8 @@ class Course:
         self._issued.append(f"{what}, of {of}" if of else what)
 
     def told(self, *, passes: bool) -> dict[str, Any]:
-        """For `apart` on another rank; JSON-able, and each text is in it once. `passes`: with the forward passes, which are those of one
-        replica."""
+        """The list in a form that JSON can carry, for `apart` on another rank; each text is in it once. `passes`: with the forward passes,
+        which the ranks of one replica have in common."""
         issued = [each for each in list(self._issued) if passes or not each.startswith(FORWARD)]
         texts = list(dict.fromkeys(issued))
         numbers = {text: number for number, text in enumerate(texts)}

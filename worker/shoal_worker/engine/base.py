@@ -225,7 +225,7 @@ class Engine(abc.ABC):
     updates_parts = False
     """The optimizer of this process updates parts of the parameters, or none: step hooks would not see what they see in one process."""
     replaces_parameters = False  # other objects take their places in the module when the ranks are divided
-    passes_with = ""
+    passes_with = ""  # all ranks go through the passes together
 
     def groups_are_read(self) -> None:
         """Somebody is about to look at the optimizer's parameter groups: a scheduler, a GradScaler, the user."""

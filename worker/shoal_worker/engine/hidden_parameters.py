@@ -408,9 +408,11 @@ class Leaves:
 
     def gradients_handed_out(self, present: Sequence[bool]) -> None:
         """This rank has its parts of the ranks' gradients now, also of parameters that only other ranks have used. `present`: of which."""
-        for (_, place), here in zip(self._leaves, present, strict=True):
-            place.gradient = place.gradient or here
-        self.hide_gradients()
+        others = [place for (_, place), here in zip(self._leaves, present, strict=True) if here and not place.gradient]
+        if others:
+            for place in others:
+                place.gradient = True
+            self.hide_gradients()
 
     @property
     def have_gradients(self) -> bool:

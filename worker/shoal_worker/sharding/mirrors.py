@@ -21,6 +21,8 @@ from shoal_worker.sharding.unit import Holding, Unit
 
 _log = logging.getLogger(__name__)
 
+_LOOK_EVERY: Final = 16
+"""Updates between two looks at the device's memory."""
 _MUCH: Final = 0.8
 """A device of whose memory more than this share was in use at once is short of it."""
 
@@ -81,20 +83,23 @@ class TravellingMirrors:
         """`where` they are between updates; None: on the device, and away from the first update on that finds it short of memory."""
         self._units = units
         self._where = where
+        self._updates = 0
         self._memory = memory_beside(units[0].device) if units and where != "device" else None
 
     def bring(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """They are on the device."""
+        """Brings all mirrors to the device that are not there."""
         memory = self._memory
         if memory is not None:
             self._move(optimizer, memory.holds, memory.bring)
 
-    def put_away(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """They are in the host's memory, where they are to be there. Their gradients are gone."""
+    def put_away(self, optimizer: torch.optim.Optimizer | None, *, updated: bool = False) -> None:
+        """Puts all mirrors into the host's memory, if that is where they are to be; their gradients are dropped. `updated`: an update was
+        made, so that it is time to look whether the device is short of memory: now and then, for that takes a tenth of a millisecond."""
         memory = self._memory
         if memory is None:
             return
-        if self._where is None and memory.is_wanted():
+        self._updates += updated
+        if self._where is None and updated and self._updates % _LOOK_EVERY == 1 and memory.is_wanted():
             self._where = "host"
             _log.info("the device is short of memory: mirrors of shards are in the host's memory but for the updates")
         if self._where == "host":

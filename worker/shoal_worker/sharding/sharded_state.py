@@ -160,7 +160,7 @@ class ShardedState(StateInParts):
         for unit in self.trained:
             if unit.home.keeps_files:
                 self._state.bring_home(unit)
-        self.mirrors.put_away(self.optimizer)
+        self.mirrors.put_away(self.optimizer, updated=True)
 
     def bring_mirrors(self) -> None:
         """All that this rank holds is on the device."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -72,7 +72,8 @@ def training_loader(
 class FirstSamples(Sampler[int]):
     """The first of what a sampler draws in each epoch."""
 
-    def __init__(self, sampler: Sampler[int] | Iterable[int], count: int) -> None:
+    def __init__(self, sampler: Any, count: int) -> None:
+        """`sampler` has a length."""
         self.sampler = sampler
         self._count = count
 
@@ -85,7 +86,7 @@ class FirstSamples(Sampler[int]):
         return itertools.islice(self.sampler, self._count)
 
     def __len__(self) -> int:
-        length: int = len(self.sampler)  # type: ignore[arg-type]  # a DataLoader asks its own for it as well
+        length: int = len(self.sampler)
         return min(self._count, length)
 
 

@@ -56,7 +56,7 @@ TORCH_TESTS ?= tests/unit/tooling/test_torch_internals.py tests/unit/torch_calls
 	tests/unit/worker_checkpoint tests/integration/worker_backends tests/integration/tensor_parallel tests/integration/pipelining
 
 .PHONY: test-torch
-test-torch: ## Run the tests that touch torch's inner workings with another torch: make test-torch VERSION=2.12.1 (about five minutes; an environment of some gigabytes)
+test-torch: ## Run the tests that touch torch's inner workings with another torch: make test-torch VERSION=2.12.1 (five to eight minutes; an environment of some gigabytes)
 	@test -n "$(VERSION)" || { echo "VERSION is not given; expected one of torch's, as in make test-torch VERSION=2.12.1"; exit 1; }
 	@$(MAKE) --no-print-directory .venv-torch-$(VERSION)/installed
 	.venv-torch-$(VERSION)/bin/python -m pytest $(IN_TWO) --dist=loadfile $(TORCH_TESTS) $(PYTEST_ARGS)

@@ -5,9 +5,10 @@ are typed, and what follows them is what is printed. `console title="second term
 ` shows what the command that is still running there prints further. Blocks of other kinds are for readers.
 
 Compared is the text without its numbers, but for `2 of 3 workers`: runs of digits, hexadecimal names, this machine's name, and gaps
-between columns may differ. A line `...` stands for any lines. The last command of a block with a title may go on while the next blocks
-are followed; a command that is typed beside one that goes on is typed again until it prints what the page shows, since it looks at
-something that is on its way.
+between columns may differ. A line `...` stands for any lines. Lines of workers (`[0]: `) and all others are compared apart, each in their
+order: workers and their launcher do not wait for each other. The last command of a block with a title may go on while the next blocks are
+followed; a command that is typed beside one that goes on is typed again until it prints what the page shows, since it looks at something
+that is on its way.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pathlib import Path
 _BLOCK = re.compile(r'^```(\w+)(?: title="([^"]*)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 _DEADLINE_S = 120.0
 _FIRST = "terminal"
+_WORKER = re.compile(r"^\[[\d,-]+\]: ")
 _NOW_AND_THEN = re.compile(r"^shoal: step N\b|: the others wait for rank N |: step N is lost: ")
 """What a run says or not, depending on how quick the machine is, and on what a rank that was killed was just doing: not compared."""
 
@@ -172,7 +174,16 @@ class Session:
 
 
 def alike(shown: str, said: str) -> bool:
-    """Whether a command said what a page shows."""
+    """Whether a command said what a page shows: the workers theirs, in order, and the launcher, or what else was typed, its own."""
+    return all(_alike(_lines(shown, workers), _lines(said, workers)) for workers in (True, False))
+
+
+def _lines(text: str, workers: bool) -> str:
+    """What workers said, or what all others did, with the lines that stand for any."""
+    return "\n".join(line for line in text.split("\n") if line == "..." or bool(_WORKER.search(line)) == workers)
+
+
+def _alike(shown: str, said: str) -> bool:
     expected, found = ([line for line in _without_numbers(text) if not _NOW_AND_THEN.search(line)] for text in (shown, said))
     pattern = "".join(r"(?:.*\n)*?" if line == "..." else re.escape(line) + r"\n" for line in expected)
     return re.fullmatch(pattern, "".join(f"{line}\n" for line in found)) is not None

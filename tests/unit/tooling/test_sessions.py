@@ -37,6 +37,13 @@ def test_dots_stand_for_any_lines() -> None:
     assert not alike("a\n...\nd\n", "a\nb\nc\n")
 
 
+def test_a_worker_and_its_launcher_do_not_wait_for_each_other_and_each_has_its_order() -> None:
+    shown = "shoal: rank 1 ended\nshoal: went on\n[0]: epoch 9 is done\n...\n[0]: the digest is 3\nshoal: came to its end\n"
+    assert alike(shown, "shoal: rank 1 ended\n[0]: epoch 9 is done\nshoal: went on\n[0]: the digest is 3\nshoal: came to its end\n")
+    assert not alike(shown, "shoal: went on\nshoal: rank 1 ended\n[0]: epoch 9 is done\n[0]: the digest is 3\nshoal: came to its end\n")
+    assert not alike(shown, "shoal: rank 1 ended\nshoal: went on\n[0]: the digest is 3\n[0]: epoch 9 is done\nshoal: came to its end\n")
+
+
 def follow(folder: Path, page: str) -> Session:
     (folder / "page.md").write_text(page)
     session = Session(folder, {"PATH": "/usr/bin:/bin"})

@@ -108,8 +108,19 @@ class FakeNCCL(PythonGroup):
         if self._stream is None:
             return
         with self._communicator_lock:
+            if self._stream.destroyed:  # torch hands on a pointer that leads nowhere any more
+                self._machine.crashes.append(f"rank {self.rank()} aborts a communicator that was destroyed")
             self._machine.begin_abort(self._stream)
         self._machine.until(lambda: self._stream.aborted, "an abort to complete")
+
+    def shutdown(self) -> None:
+        """Finalizes, and then destroys. Both wait, with the locks that an abort needs, until all ranks have come to it."""
+        if self._stream is None:
+            return
+        with self._communicator_lock:
+            self._machine.until(lambda: all(kernel.ended for kernel in self._stream.queue), "a communicator to be flushed")
+            self._machine.finalize(self._stream)
+            self._machine.until(lambda: self._stream.destroyed or self._machine.given_up, "all ranks to finalize a communicator")
 
     def _ready(self) -> None:
         communicator = self._stream.communicator

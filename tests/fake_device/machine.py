@@ -67,6 +67,9 @@ class Stream:
     queue: collections.deque[Kernel] = field(default_factory=collections.deque)
     aborting: bool = False
     aborted: bool = False
+    finalizing: bool = False
+    destroyed: bool = False
+    """It was finalized on all ranks, and then destroyed."""
     error: str | None = None
     """What NCCL has noticed asynchronously."""
 
@@ -160,6 +163,10 @@ class Machine:
         """Communicators do not come to stand."""
         self.aborts_held = False
         """Aborts do not come to an end."""
+        self.given_up = False
+        """Finalizations that wait for a rank return: the test is over."""
+        self.crashes: list[str] = []
+        """What a real process would have ended of."""
         self.seconds = 0.0
         """What watchdogs take for the time."""
         self.watchdogs: list[Callable[[], None]] = []
@@ -230,6 +237,15 @@ class Machine:
                 self.after(looks, lambda: self._scribble(stream))
             if not self.aborts_held:
                 self.after(looks + self.delay(), lambda: self._end_abort(stream))
+
+    def finalize(self, stream: Stream) -> None:
+        """Finalizes a stream; some looks after all ranks have done so they are destroyed."""
+        with self.lock:
+            stream.finalizing = True
+            streams = list(stream.communicator.streams.values())
+            if len(streams) == stream.communicator.size and all(each.finalizing and not each.aborting for each in streams):
+                for each in streams:
+                    self.after(self.delay(), lambda each=each: setattr(each, "destroyed", True))
 
     def release_aborts(self) -> None:
         """Lets aborts come to their ends that `aborts_held` has held up."""

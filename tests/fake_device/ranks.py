@@ -38,9 +38,10 @@ class Ranks:
         """Connects these of them: their backends, or what was raised."""
         ranks = list(range(self.size)) if ranks is None else ranks
         store = dist.HashStore()
+        limits = {name: options.pop(name) for name in ("limit", "finalize_limit") if name in options}
 
         def connect(rank: int) -> NCCLBackend:
-            backend = self.backend(ranks[rank], limit=options.pop("limit", PATIENCE))
+            backend = self.backend(ranks[rank], **limits)
             backend.initialize(
                 rank=rank, world_size=len(ranks), store=store, **{"timeout": PATIENCE, "connect_timeout": PATIENCE, **options}
             )
@@ -48,9 +49,11 @@ class Ranks:
 
         return in_threads([lambda rank=rank: connect(rank) for rank in range(len(ranks))])
 
-    def backend(self, rank: int, *, limit: timedelta = PATIENCE, connect_limit: timedelta = PATIENCE) -> NCCLBackend:
+    def backend(
+        self, rank: int, *, limit: timedelta = PATIENCE, connect_limit: timedelta = PATIENCE, finalize_limit: timedelta = PATIENCE
+    ) -> NCCLBackend:
         backend = NCCLBackend(self.devices[rank], connect_limit=connect_limit)
-        backend._ending = Ending(self.devices[rank], limit=limit, end_process=end_process)
+        backend._ending = Ending(self.devices[rank], limit=limit, finalize_limit=finalize_limit, end_process=end_process)
         return backend
 
     def run_on(self, looks: int = 400) -> None:

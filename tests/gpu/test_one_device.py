@@ -135,20 +135,30 @@ def test_two_ranks_on_one_device_are_refused_on_both(device: Callable[[], CudaDe
         assert "ranks 0 and 1 are both on cuda:0" in str(refused)
 
 
-def test_groups_that_come_and_go_leave_no_threads(device: Callable[[], CudaDevice]) -> None:
+def end(backend: NCCLBackend, how: str) -> None:
+    if how == "finalized":
+        assert backend.all_leave(_PATIENCE)
+        backend.finalize()()
+    backend.shutdown()
+
+
+@pytest.mark.parametrize("how", ["aborted", "finalized"])
+def test_groups_that_come_and_go_leave_no_threads(device: Callable[[], CudaDevice], how: str, caplog: pytest.LogCaptureFixture) -> None:
     alone(device()).shutdown()
     before = threading.active_count()
     for _ in range(_ROUNDS):
         backend = alone(device())
         backend.all_reduce(on(backend, torch.ones(8)))
-        backend.shutdown()
+        end(backend, how)
+    assert "finalized" not in caplog.text  # neither given up nor failed
     eventually(lambda: threading.active_count() <= before, lambda: f"threads to end: {[each.name for each in threading.enumerate()]}")
 
 
 # --- on a device alone
 
 
-def test_groups_that_come_and_go_leave_no_memory(real_device: Callable[[], CudaDevice]) -> None:
+@pytest.mark.parametrize("how", ["aborted", "finalized"])
+def test_groups_that_come_and_go_leave_no_memory(real_device: Callable[[], CudaDevice], how: str) -> None:
     for _ in range(2):
         alone(real_device()).shutdown()
     torch.cuda.synchronize()
@@ -156,7 +166,7 @@ def test_groups_that_come_and_go_leave_no_memory(real_device: Callable[[], CudaD
     for _ in range(_ROUNDS):
         backend = alone(real_device())
         backend.all_reduce(on(backend, torch.ones(8)))
-        backend.shutdown()
+        end(backend, how)
     torch.cuda.synchronize()
     assert free - torch.cuda.mem_get_info()[0] < 64 << 20
 

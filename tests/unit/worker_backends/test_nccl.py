@@ -16,7 +16,8 @@ from shoal_worker.backends.nccl.device import WATCHDOG
 from shoal_worker.torch_internals import AllreduceOptions
 
 from tests.fake_device.library import in_threads
-from tests.fake_device.ranks import SEEDS, ProcessEnded, Ranks, close, outcome, started
+from tests.fake_device.machine import Stream
+from tests.fake_device.ranks import PATIENCE, SEEDS, ProcessEnded, Ranks, close, outcome, started
 from tests.zygote.children import eventually
 
 _SHORT = timedelta(seconds=0.2)
@@ -172,6 +173,100 @@ def test_a_device_that_has_failed_does_not_connect_anew_for_ever() -> None:
     assert "cuda:0 has failed (CUDA error: unspecified launch failure)" in ended.args[1]
     assert isinstance(other, DeadlineError | MembershipChanged | NCCLBackend)
     close([other])
+
+
+# --- how all leave
+
+
+def test_where_all_ranks_leave_the_communicator_is_finalized_and_not_aborted() -> None:
+    ranks = Ranks(3)
+    backends = ranks.form()
+    for work in [started(backend, torch.ones(3)) for backend in backends]:
+        work.wait()
+    assert in_threads([lambda backend=backend: leave(backend) for backend in backends]) == [True] * 3
+    assert [(stream.destroyed, stream.aborting) for stream in ranks.machine.streams] == [(True, False)] * 3
+    with pytest.raises(MembershipChanged, match="was shut down"):
+        backends[0].all_reduce(torch.ones(1))
+
+
+def test_a_rank_that_leaves_alone_does_not_wait_for_long_and_aborts() -> None:
+    ranks = Ranks(2)
+    backends = ranks.form()
+    assert outcome(lambda: leave(backends[0], within=_SHORT)) is False
+    assert (stream_of(ranks, 0).finalizing, stream_of(ranks, 0).aborted) == (False, True)
+    assert outcome(lambda: leave(backends[1])) is False  # for the first is gone
+    assert stream_of(ranks, 1).aborted
+
+
+def test_what_is_not_done_when_a_rank_leaves_is_not_left_behind() -> None:
+    """A step that was given up midway: its collective will never run, and a finalization would wait for it."""
+    ranks = Ranks(2)
+    backends = ranks.form(timeout=_SHORT)
+    backends[0].order(started(backends[0], torch.ones(3)))
+    assert outcome(lambda: leave(backends[0])) is False
+    assert stream_of(ranks, 0).aborted
+    close(backends)
+
+
+@pytest.mark.parametrize("dies", ["before", "after"])
+def test_a_rank_that_dies_as_all_leave_holds_the_others_up_for_a_while_only(dies: str, caplog: pytest.LogCaptureFixture) -> None:
+    """torch holds the locks that an abort needs: nothing can free a finalization, and it is given up."""
+    ranks = Ranks(2)
+    backends = ranks.form(finalize_limit=_SHORT)
+    own, other = stream_of(ranks, 0), stream_of(ranks, 1)
+
+    def die() -> bool:
+        told = backends[1].all_leave(PATIENCE)
+        if dies == "before":
+            backends[1].abort("died")
+        return told
+
+    assert in_threads([lambda: leave(backends[0]), die]) == [True, True]
+    assert "a group on cuda:0 was not finalized within 0.2 s" in caplog.text
+    assert (own.finalizing, own.destroyed, own.aborting) == (True, False, False)
+    ranks.machine.given_up = True
+    assert not other.destroyed
+    close(backends)
+    assert not ranks.machine.crashes
+
+
+def test_an_abort_that_comes_after_a_finalization_has_begun_is_none() -> None:
+    """torch would hand NCCL a communicator that was destroyed: the process would crash."""
+    ranks = Ranks(2)
+    backends = ranks.form()
+    assert in_threads([lambda backend=backend: backend.all_leave(PATIENCE) for backend in backends]) == [True] * 2
+    waits = [backend.finalize() for backend in backends]
+    in_threads([lambda backend=backend: backend.abort("superseded") for backend in backends])
+    in_threads(waits)
+    close(backends)
+    assert [stream.destroyed for stream in ranks.machine.streams] == [True] * 2
+    assert not ranks.machine.crashes
+
+
+def test_a_finalization_after_an_abort_has_begun_is_none() -> None:
+    ranks = Ranks(2)
+    backends = ranks.form()
+    assert in_threads([lambda backend=backend: backend.all_leave(PATIENCE) for backend in backends]) == [True] * 2
+    backends[0].abort("superseded")
+    backends[0].finalize()()
+    assert (stream_of(ranks, 0).finalizing, stream_of(ranks, 0).aborted) == (False, True)
+    close(backends)
+
+
+def stream_of(ranks: Ranks, rank: int) -> Stream:
+    """Its side of the first communicator."""
+    stream = ranks.devices[rank].natives[0]._stream
+    assert isinstance(stream, Stream)
+    return stream
+
+
+def leave(backend: NCCLBackend, within: timedelta = PATIENCE) -> bool:
+    """Whether all ranks did."""
+    together = backend.all_leave(within)
+    if together:
+        backend.finalize()()
+    backend.shutdown()
+    return together
 
 
 # --- what an error means

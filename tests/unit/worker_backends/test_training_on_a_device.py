@@ -119,6 +119,8 @@ def test_training_on_devices_comes_to_what_one_process_does(strategy: str, optio
         for name, value in expected.items():
             torch.testing.assert_close(trained[name], value, rtol=1e-4, atol=1e-6)
     assert not any(machine.busy(device) for device in range(_WORLD))
+    assert all(stream.destroyed for stream in machine.streams)  # the groups of parts, too, were finalized and not aborted
+    assert not machine.crashes
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,10 @@ class Handle:
         return self._work is None or bool(self._work.is_completed())
 
 
+def _nothing() -> None:
+    """Most libraries close a connection without its other end."""
+
+
 class CommunicationBackend(abc.ABC):
     """Collectives of one group of ranks.
 
@@ -141,6 +145,8 @@ class CommunicationBackend(abc.ABC):
     """Type of the device on which tensors of collectives must live, and `sum_numbers` puts its own."""
     averages_natively: ClassVar[bool]
     """Whether the library knows AVERAGE; else it is a sum, divided afterwards."""
+    finalizes: ClassVar[bool] = False
+    """Whether `finalize` does anything."""
 
     def __init__(self) -> None:
         self.waits = Waits()
@@ -244,6 +250,16 @@ class CommunicationBackend(abc.ABC):
         """Ends the group and lets go of its sockets and threads. Waits for none, but for a device that uses its memory. Idempotent."""
         self.abort(f"backend {self.name!r} was shut down")
         self._release()
+
+    def all_leave(self, within: timedelta) -> bool:
+        """Whether all ranks of the group call this within that time of each other, with nothing left to do in it. A rank that does not hear
+        of all answers False, though others may have."""
+        return False
+
+    def finalize(self) -> Callable[[], None]:
+        """Has the library end the group in order, after `all_leave`. Returns at once, with what waits until that is done, or given up;
+        `shutdown` follows that."""
+        return _nothing
 
     @abc.abstractmethod
     def _connect(self, store: Store, timeout: timedelta, connect_timeout: timedelta, hostname: str | None) -> dist.ProcessGroup:

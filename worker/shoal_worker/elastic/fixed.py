@@ -167,6 +167,8 @@ class FixedMembership:
 
     def leave(self, reason: LeaveReason, detail: str = "", *, alone: bool = False, steps: int = 0) -> None:
         """See `Member`."""
+        if reason == LeaveReason.FINISHED and self._group is not None:
+            self._group.all_leave()
         self.leave_group("this rank has ended")
 
     def _generation(self, nonce: str, places: list[tuple[str, str]]) -> Generation:

@@ -17,6 +17,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from types import TracebackType
 from typing import TypeVar
 
@@ -34,6 +35,8 @@ from shoal_worker.torch_internals import AllgatherOptions, AllToAllOptions, Barr
 _Sum = TypeVar("_Sum")
 _FAILURES = (RuntimeError, ValueError)
 """What c10d raises, DistError and DistBackendError among them."""
+_LEAVE_WITHIN = timedelta(seconds=2)
+"""Ranks come to the end of a run within this of each other, unless one has something to write or to compute that others have not."""
 
 
 class Group:
@@ -393,6 +396,15 @@ class Group:
         """Lets go of sockets and threads."""
         self.abort("the group was closed")
         self.leave()
+
+    def all_leave(self, within: timedelta = _LEAVE_WITHIN) -> None:
+        """Comes before `close` or `leave` where the run is over for all ranks: ends this group and its parts in order, if the backend has
+        one. Waits that long for the other ranks; where one does not come, nothing happens. See `CommunicationBackend.finalize`."""
+        backend = self._backend
+        if self.ended or backend is None or not backend.finalizes or not backend.all_leave(within):
+            return
+        for wait in [group._backend.finalize() for group in self._with_parts() if group._backend is not None]:
+            wait()
 
     def leave(self) -> None:
         """Closes the group without telling the other ranks where the backend need not: they fail when they need this rank, and not

@@ -366,6 +366,8 @@ class Membership:
         if self._watch is not None:
             self._watch.close()
         self.link.leave(reason, detail, alone=alone, steps=steps)
+        if reason == LeaveReason.FINISHED and not alone and self._group is not None:
+            self._group.all_leave()
         self.leave_group("this member left")
         asked = self._drained or self.link.stopped is not None or self.link.refused is not None
         if reason == LeaveReason.FINISHED and not asked:

@@ -23,7 +23,7 @@ from typing import ClassVar, Final
 
 import torch
 import torch.distributed as dist
-from shoal_common.errors import ConfigurationError, DeadlineError, ShoalError
+from shoal_common.errors import ConfigurationError, DeadlineError, MembershipChanged, ShoalError
 from torch.distributed.distributed_c10d import Store
 
 from shoal_worker.backends import native_threads
@@ -33,6 +33,7 @@ from shoal_worker.backends.nccl.device import CudaDevice, Device
 from shoal_worker.backends.nccl.ending import Ending
 from shoal_worker.backends.nccl.group import DeviceGroup, DeviceWork, is_refusal
 from shoal_worker.backends.nccl.sharing import check_own_device
+from shoal_worker.torch_internals import BarrierOptions
 
 CONNECT_LIMIT: Final = timedelta(seconds=60)
 """How long NCCL may take to connect once all ranks are there; a longer connect_timeout holds instead. It takes 2 to 10 s the first time."""
@@ -59,6 +60,7 @@ class NCCLBackend(CommunicationBackend):
     name: ClassVar[str] = "nccl"
     device_type: ClassVar[str] = "cuda"
     averages_natively: ClassVar[bool] = True
+    finalizes: ClassVar[bool] = True
 
     def __init__(self, device: Device | None = None, *, connect_limit: timedelta = CONNECT_LIMIT) -> None:
         """`device`: None: the current CUDA device. `connect_limit`: see CONNECT_LIMIT.
@@ -157,6 +159,19 @@ class NCCLBackend(CommunicationBackend):
         """See `CommunicationBackend`: an abort has returned, and the device has done all that was queued."""
         if self._reason is not None:
             self._ending.wait()
+
+    def all_leave(self, within: timedelta) -> bool:
+        """See `CommunicationBackend`: by the hosts' own group, once the device has ended all that was ordered."""
+        try:
+            self.settle()
+            return self.host_group.barrier(BarrierOptions()).wait(within)
+        except (RuntimeError, MembershipChanged):  # a peer is gone, or stays
+            return False
+
+    def finalize(self) -> Callable[[], None]:
+        """See `CommunicationBackend`. The hosts' own group stands meanwhile: a rank may not have heard yet that all leave."""
+        self._ending.finalize()
+        return self._ending.wait
 
     def _break(self) -> None:
         group, reason = self._group, self._reason or "given up"

@@ -59,6 +59,10 @@ class Native(Protocol):
         """Ends its kernels, and returns when they have ended. May be called while it connects; blocks then until it has given up."""
         ...
 
+    def shutdown(self) -> None:
+        """Finalizes and destroys the communicator, which waits for all ranks to do so; nothing can free it, and no abort may follow."""
+        ...
+
 
 class Device(Protocol):
     """A device on which collectives are queued: the host goes on before they have run."""

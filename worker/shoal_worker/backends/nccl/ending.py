@@ -1,14 +1,20 @@
-"""The end of a group on a device: an abort, and then a device that is at rest.
+"""The end of a group on a device: an abort, or where all ranks leave a finalization, and then a device that is at rest.
 
 An abort that was asked for has not ended anything yet: kernels go on reading and writing their tensors until the device has seen it. Who
 gave those tensors to something else, or made a new group beside the old abort, would compute with what a dead collective writes. So a group
 ends in two phases. It is marked ended, at once, from any thread; and what raises for that, or makes the next group, waits here until the
 abort has returned and everything that was queued on the device has ended. Where that takes too long, or the device has failed, no later
 result could be trusted and no new group would connect: the process ends, and its launcher replaces it.
+
+Where all ranks leave at once, after a word between their hosts, communicators are finalized instead: NCCL closes what it has opened while
+all ranks are there. torch holds, while it waits for that, the locks that an abort needs (2.13: ProcessGroupNCCL::shutdown,
+NCCLComm::waitReady, NCCLComm::destroy), so a rank whose peer dies in that moment cannot be freed. It gives the communicator up after a
+while: nothing is queued on it, so it holds a thread and memory of NCCL's until the process ends, and writes into nothing.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,21 +27,35 @@ from shoal_worker.backends.base import cause_of
 from shoal_worker.backends.nccl.device import Device, Native
 from shoal_worker.backends.process_end import end_now
 
+_log = logging.getLogger(__name__)
+
 LIMIT: Final = timedelta(seconds=30)
 """How long an abort may take, and the kernels after it."""
+FINALIZE_LIMIT: Final = timedelta(seconds=10)
+"""How long a finalization may take once all ranks leave."""
 
 
 class Ending:
-    """The end of one native group, which may have begun or not. `begin` is for any thread, `wait` for the one that issues collectives."""
+    """The end of one native group, which may have begun or not. `begin` is for any thread, `finalize` and `wait` for the one that issues
+    collectives."""
 
-    def __init__(self, device: Device, *, limit: timedelta = LIMIT, end_process: Callable[[int, str], NoReturn] = end_now) -> None:
+    def __init__(
+        self,
+        device: Device,
+        *,
+        limit: timedelta = LIMIT,
+        finalize_limit: timedelta = FINALIZE_LIMIT,
+        end_process: Callable[[int, str], NoReturn] = end_now,
+    ) -> None:
         self._device = device
         self._limit_s = limit.total_seconds()
+        self._finalize_limit_s = finalize_limit.total_seconds()
         self._end_process = end_process
         self._lock = threading.Lock()
         self._natives: list[Native] = []
-        """What is to be aborted. Guarded by the lock, as the next one."""
+        """What is to be aborted, or finalized. Guarded by the lock, as the next one."""
         self._began = False
+        """One of the two has begun, and so the other does not."""
         self._over = threading.Event()
         """Nothing reads or writes the group's memory any more, or the device has failed."""
         self._failure: str | None = None
@@ -58,6 +78,18 @@ class Ending:
             natives = list(self._natives)
         native_threads.start(lambda: self._end(natives), name="shoal-nccl-abort", most_s=self._limit_s)
 
+    def finalize(self) -> None:
+        """Finalizes the group, on which nothing is queued, as all ranks do at about the same time. Returns at once; `wait` waits for it, or
+        until it was given up. Does nothing where an abort has begun."""
+        with self._lock:
+            if self._began:
+                return
+            self._began = True
+            natives = list(self._natives)
+        done = threading.Event()
+        native_threads.start(lambda: self._finalize(natives, done), name="shoal-nccl-finalize", most_s=self._finalize_limit_s)
+        native_threads.start(lambda: self._finish(done), name="shoal-nccl-finish", most_s=self._limit_s)
+
     def wait(self) -> None:
         """Returns when the group's memory can be used for something else. Ends the process if the device has failed, or does not come to
         rest within the limit."""
@@ -76,6 +108,23 @@ class Ending:
             PUT_OUT, f"{self._device.where} has failed ({cause}): this worker ends with status {PUT_OUT}, for its launcher to start it anew"
         )
 
+    def _finalize(self, natives: list[Native], done: threading.Event) -> None:
+        for native in natives:
+            try:
+                native.shutdown()
+            except RuntimeError as error:  # no abort follows: the communicator may be half destroyed
+                _log.warning("a group on %s could not be finalized: %s", self._device.where, cause_of(error))
+        done.set()
+
+    def _finish(self, done: threading.Event) -> None:
+        if not done.wait(self._finalize_limit_s):
+            _log.warning(
+                "a group on %s was not finalized within %g s, though all its ranks had said that they leave: it is given up",
+                self._device.where,
+                self._finalize_limit_s,
+            )
+        self._rest()
+
     def _end(self, natives: list[Native]) -> None:
         for native in natives:
             try:
@@ -83,6 +132,9 @@ class Ending:
             except RuntimeError as error:  # what counts is whether the device comes to rest
                 if self._device.has_failed(error):
                     self._failure = cause_of(error)
+        self._rest()
+
+    def _rest(self) -> None:
         try:
             if self._failure is None:
                 self._device.synchronize()

@@ -125,6 +125,7 @@ def _copies(device: torch.device, what: str) -> Table:
 
 def _groups(what: str) -> Table:
     ones, many = groups.come_and_go(CudaDevice), groups.collectives(CudaDevice)
+    finalized, parts = groups.come_and_go(CudaDevice, finalize=True), groups.come_and_go(CudaDevice, split=True)
     count = groups.COLLECTIVES
     rows = (
         Row(
@@ -138,6 +139,18 @@ def _groups(what: str) -> Table:
             command=_COMMAND,
             cells={"ms": f"{1e3 * statistics.median(ones.leave_s):.1f}"},
             samples={"leave_s": ones.leave_s},
+        ),
+        Row(
+            name="and is finalized",
+            command=_COMMAND,
+            cells={"ms": f"{1e3 * statistics.median(finalized.leave_s):.1f}", "memory lost, MiB": f"{finalized.lost_bytes / 2**20:.1f}"},
+            samples={"leave_s": finalized.leave_s},
+        ),
+        Row(
+            name="it is split off another, and does not connect",
+            command=_COMMAND,
+            cells={"ms": f"{1e3 * statistics.median(parts.connect_s):.1f}", "memory lost, MiB": f"{parts.lost_bytes / 2**20:.1f}"},
+            samples={"connect_s": parts.connect_s},
         ),
         Row(name=f"{count} all-reduces of 4 MiB, each waited for", command=_COMMAND, cells={"ms": f"{1e3 * many.waited_for_s:.2f}"}),
         Row(name=f"{count} all-reduces of 4 MiB, waited for once", command=_COMMAND, cells={"ms": f"{1e3 * many.ordered_s:.2f}"}),

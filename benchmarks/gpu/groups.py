@@ -7,6 +7,7 @@ A world of one has no group in Shoal; here it is forced. Nothing travels, so tha
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,17 +60,23 @@ class GroupsOfOne:
     """By how much the device's free memory has shrunk from the second group to the last."""
 
 
-def come_and_go(make: Callable[[], CudaDevice], *, groups: int = GROUPS) -> GroupsOfOne:
-    """Connects a group of one, has it sum something, and leaves it; so many times."""
+def come_and_go(make: Callable[[], CudaDevice], *, groups: int = GROUPS, split: bool = False, finalize: bool = False) -> GroupsOfOne:
+    """Connects a group of one, has it sum something, and leaves it; so many times. `split`: it is split off another. `finalize`: it leaves
+    as all ranks do at the end of a run, and not by an abort."""
+    whole = alone(make()) if split else None
     connect_s, leave_s, free = [], [], []
     for _ in range(groups + 2):
         begun = time.perf_counter()
-        backend = alone(make())
+        backend = alone(make(), whole)
         connect_s.append(time.perf_counter() - begun)
         begun = time.perf_counter()
+        if finalize and backend.all_leave(_PATIENCE):
+            backend.finalize()()
         backend.shutdown()
         leave_s.append(time.perf_counter() - begun)
         free.append(torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0)
+    if whole is not None:
+        whole.shutdown()
     return GroupsOfOne(connect_s=tuple(connect_s), leave_s=tuple(leave_s), lost_bytes=free[1] - free[-1])
 
 
@@ -106,9 +113,12 @@ def collectives(make: Callable[[], CudaDevice]) -> Collectives:
     return Collectives(waited_for_s=waited_for, ordered_s=ordered, started_s=started)
 
 
-def alone(device: CudaDevice) -> NCCLBackend:
-    """A group of one rank, with a communicator all the same, that has summed something."""
+def alone(device: CudaDevice, whole: NCCLBackend | None = None) -> NCCLBackend:
+    """A group of one rank, with a communicator all the same, that has summed something. It is split off `whole`, if there is one."""
     backend = NCCLBackend(device)
+    if whole is not None:
+        os.environ["SHOAL_NCCL_SPLIT"] = "1"
+        backend.comes_from(whole, 0)
     backend.initialize(rank=0, world_size=1, store=dist.HashStore(), connect_timeout=_PATIENCE)
     backend.all_reduce(torch.ones(8, device=device.device))
     return backend

@@ -22,7 +22,7 @@ from shoal_worker.backends.nccl.device import CudaDevice
 from shoal_worker.backends.python_group import PythonGroup
 from torch._C._distributed_c10d import Store, Work
 
-from tests.fake_device.machine import Kernel, Machine
+from tests.fake_device.machine import Communicator, Kernel, Machine
 
 _SUPPORTED = (
     *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
@@ -72,6 +72,9 @@ class Options:
     def __init__(self) -> None:
         self._timeout = timedelta(minutes=10)
         self.config = SimpleNamespace(blocking=-1)
+        self.split_color = -2
+
+    split_from: FakeNCCL | None = None
 
 
 class FakeNCCL(PythonGroup):
@@ -97,12 +100,29 @@ class FakeNCCL(PythonGroup):
     # --- life
 
     def eager_connect_single_device(self, device: torch.device) -> None:
+        whole = self._options.split_from
+        if whole is not None:
+            self._stream = whole._split(self._options.split_color).join(self.rank(), self._device)
+            return
         if self.rank() == 0:
             self._store.set("0", f"{id(self._store)}-{time.monotonic_ns()}")
         key = self._store.get("0").decode()
         self._stream = self._machine.communicator(key, self.size()).join(self.rank(), self._device)
         if self._options.config.blocking != 0:
             self._machine.until(lambda: self._stream.communicator.ready, "a communicator that blocks")
+
+    def _split(self, color: int) -> Communicator:
+        """Splits a part off this one, when all its ranks do, and holds the lock that an abort of this one needs until then."""
+        with self._communicator_lock:
+            found = self._machine.split(self._stream, color)
+            self._await(lambda: found() is not None)
+        communicator = found()
+        assert communicator is not None
+        return communicator
+
+    def comm_split_count(self) -> int:
+        splits: int = self._stream.splits
+        return splits
 
     def abort(self) -> None:
         if self._stream is None:
@@ -126,19 +146,22 @@ class FakeNCCL(PythonGroup):
         communicator = self._stream.communicator
         if communicator.ready and communicator.refused is None:
             return
-        limit_s = int(os.environ.get("TORCH_NCCL_NONBLOCKING_TIMEOUT", "1800"))
-        deadline = time.monotonic() + limit_s
         with self._communicator_lock:
-            while not communicator.ready:
-                if time.monotonic() > deadline:
-                    raise dist.DistBackendError("NCCL timeout in: NCCLUtils.cpp:139")
-                self._machine.look()
-                time.sleep(0.001)  # torch polls NCCL, too, and holds its lock
+            self._await(lambda: communicator.ready)
         if communicator.refused is not None:
             raise dist.DistBackendError(
                 "NCCL error in: NCCLUtils.cpp:77, invalid usage, NCCL version 2.29.7\nncclInvalidUsage: This usually reflects invalid "
                 f"usage of NCCL library.\nLast error:\n{communicator.refused}"
             )
+
+    def _await(self, there: Callable[[], bool]) -> None:
+        """What torch does while a communicator that does not block is busy. It holds a lock meanwhile."""
+        deadline = time.monotonic() + int(os.environ.get("TORCH_NCCL_NONBLOCKING_TIMEOUT", "1800"))
+        while not there():
+            if time.monotonic() > deadline:
+                raise dist.DistBackendError("NCCL timeout in: NCCLUtils.cpp:139")
+            self._machine.look()
+            time.sleep(0.001)
 
     def _watch(self) -> None:
         """The watchdog's look."""
@@ -232,6 +255,9 @@ class _Made:
         native = FakeNCCL(self._device.machine, self._device.number, store, rank, size, options)
         self._device.natives.append(native)
         return native
+
+    def get_runtime_nccl_version(self) -> tuple[int, int, int]:
+        return 2, 29, 7
 
 
 @contextlib.contextmanager

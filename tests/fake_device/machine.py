@@ -70,6 +70,8 @@ class Stream:
     finalizing: bool = False
     destroyed: bool = False
     """It was finalized on all ranks, and then destroyed."""
+    splits: int = 0
+    """How often this rank has split the communicator."""
     error: str | None = None
     """What NCCL has noticed asynchronously."""
 
@@ -84,6 +86,8 @@ class Communicator:
         self.ready = False
         self.refused: str | None = None
         """Why it cannot be: an error of NCCL's."""
+        self.colors: dict[int, dict[int, int]] = {}
+        """Of each split, which part each rank that has come to it is in."""
 
     def join(self, rank: int, device: int) -> Stream:
         """A rank comes. The communicator is ready some looks after the last one."""
@@ -188,6 +192,21 @@ class Machine:
         """The one of that key."""
         with self.lock:
             return self._communicators.setdefault(key, Communicator(self, size))
+
+    def split(self, stream: Stream, color: int) -> Callable[[], Communicator | None]:
+        """A rank splits its communicator, as all its ranks do. Returns what gives this rank's part, or None until all have come."""
+        with self.lock:
+            whole, number = stream.communicator, stream.splits
+            stream.splits += 1
+            colors = whole.colors.setdefault(number, {})
+            colors[stream.rank] = color
+        key = f"{id(whole)} {number} {color}"
+
+        def found() -> Communicator | None:
+            with self.lock:
+                return self.communicator(key, list(colors.values()).count(color)) if len(colors) == whole.size else None
+
+        return found
 
     def look(self) -> None:
         """A host asks something."""

@@ -135,6 +135,22 @@ def test_two_ranks_on_one_device_are_refused_on_both(device: Callable[[], CudaDe
         assert "ranks 0 and 1 are both on cuda:0" in str(refused)
 
 
+def test_a_group_that_is_split_off_another_sums_as_one_that_connects(
+    backend: NCCLBackend, device: Callable[[], CudaDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_NCCL_SPLIT", "1")
+    for _ in range(3):
+        part = NCCLBackend(device())
+        part.comes_from(backend, 0)
+        part.initialize(rank=0, world_size=1, store=dist.HashStore(), connect_timeout=_PATIENCE)
+        tensor = on(part, torch.arange(5.0))
+        part.all_reduce(tensor)
+        assert tensor.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+        part.shutdown()
+    backend.all_reduce(on(backend, torch.ones(3)))  # which goes on
+    assert backend._native.comm_split_count() == 3
+
+
 def end(backend: NCCLBackend, how: str) -> None:
     if how == "finalized":
         assert backend.all_leave(_PATIENCE)

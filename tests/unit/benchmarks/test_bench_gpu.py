@@ -70,9 +70,13 @@ def test_steps_are_taken_in_every_way(way: Way) -> None:
     assert taken.counts.operators > 100
 
 
-def test_groups_of_one_are_measured() -> None:
+def test_groups_of_one_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine()
     ones = groups.come_and_go(lambda: FakeCuda(machine, 0), groups=1)
+    monkeypatch.setenv("SHOAL_NCCL_SPLIT", "0")  # which it sets for parts, and the test undoes
+    parts = groups.come_and_go(lambda: FakeCuda(machine, 0), groups=1, split=True, finalize=True)
+    assert len(parts.connect_s) == len(ones.connect_s)
+    assert max(stream.splits for stream in machine.streams) == len(parts.connect_s)
     assert len(ones.connect_s) == len(ones.leave_s) == 3
     many = groups.collectives(lambda: FakeCuda(machine, 0))
     assert many.started_s <= many.ordered_s

@@ -429,5 +429,30 @@ def test_connecting_ends_at_once_when_it_is_given_up() -> None:
     eventually(lambda: not (nccl_threads() - before), "threads of NCCL to end")
 
 
+def test_a_rank_that_does_not_come_to_a_split_holds_the_others_up_and_ends_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch holds meanwhile the lock that the abort of the whole needs; as long as that may be, it is waited for."""
+    monkeypatch.setenv("SHOAL_NCCL_SPLIT", "1")
+    ranks, limit = Ranks(4), timedelta(seconds=1)
+    wholes = ranks.form(limit=_SHORT)
+    parts = [ranks.backend(rank, connect_limit=limit, limit=_SHORT) for rank in range(2)]
+    store = dist.HashStore()
+
+    def split(rank: int) -> None:
+        parts[rank].comes_from(wholes[rank], 0)
+        parts[rank].initialize(rank=rank, world_size=2, store=store, connect_timeout=limit)
+
+    def die() -> None:
+        eventually(lambda: sum(stream.splits for stream in ranks.machine.streams) == 2, "two ranks to split")
+        for whole in wholes:
+            whole.abort("a fault")
+        for part in parts:
+            part.abort("a fault")
+
+    for given_up in in_threads([lambda: split(0), lambda: split(1), die])[:2]:
+        assert isinstance(given_up, MembershipChanged)
+    assert in_threads([whole.shutdown for whole in wholes]) == [None] * 4  # no process has ended
+    assert all(stream.aborted for stream in ranks.machine.streams)
+
+
 def nccl_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("shoal-nccl")}

@@ -124,6 +124,33 @@ def test_training_on_devices_comes_to_what_one_process_does(strategy: str, optio
 
 
 @pytest.mark.parametrize(
+    ("strategy", "options", "axes"),
+    [
+        ("hsdp", {"shard_size": 2}, 2),
+        ("hybrid", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "micro_batches": 4}, 2),
+        ("hybrid", {"tensor_parallel_size": 2, "data_parallel_strategy": "zero2"}, 2),
+        ("zero3", {}, 0),
+    ],
+)
+def test_parts_that_are_split_off_train_as_those_that_connect(
+    strategy: str, options: dict[str, Any], axes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_NCCL_SPLIT", "1")
+    torch.manual_seed(0)
+    prototype = model_with_rows(sparse=False)
+    (expected,) = shoal.launch(train, prototype, "ddp", {}, world_size=1)
+    machine = Machine(seed=1)
+    outcomes = on_devices(machine, prototype, strategy, options)
+    assert not [each for each in outcomes if isinstance(each, BaseException)]
+    for trained in outcomes:
+        for name, value in expected.items():
+            torch.testing.assert_close(trained[name], value, rtol=1e-4, atol=1e-6)
+    assert max(stream.splits for stream in machine.streams) == axes
+    assert all(stream.destroyed for stream in machine.streams)
+    assert not machine.crashes
+
+
+@pytest.mark.parametrize(
     ("strategy", "options", "most"),
     [
         ("zero2", {}, 0),

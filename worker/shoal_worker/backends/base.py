@@ -40,7 +40,7 @@ from shoal_worker.torch_internals import (
 #
 # What a collective raises when its group is over: Shoal's error that is also torch's. And what a library's errors say in short.
 
-_SOURCE_LOCATION: Final = re.compile(r"^\[[^\]]*\] ")
+_WHERE: Final = re.compile(r"^(Got the following error when running the callback: \w+: )?(\[[^\]]*\] )?")
 
 
 class GroupEndedError(MembershipChanged, DistBackendError):
@@ -49,8 +49,8 @@ class GroupEndedError(MembershipChanged, DistBackendError):
 
 def cause_of(error: Exception) -> str:
     """What a library's error says, without where in its source, and without its advice."""
-    first_line = _SOURCE_LOCATION.sub("", str(error).strip()).partition("\n")[0]
-    return first_line.partition(". This is typically")[0] or type(error).__name__
+    first_line = _WHERE.sub("", str(error).strip().partition("\n")[0])
+    return re.split(r"[.,;]? This is typically", first_line)[0] or type(error).__name__
 
 
 # ---------------------------------------------------------------------------------------------------------------------------- the backend
@@ -234,6 +234,10 @@ class CommunicationBackend(abc.ABC):
         if given_up:
             self._release()
             raise GroupEndedError(self._reason or "given up")
+
+    def comes_from(self, whole: CommunicationBackend, part: int) -> None:  # noqa: B027 - most libraries have no need of it
+        """Before `initialize`: that each rank of `whole` is in one of several parts, and initializes it now. This is part number `part`. A
+        library that can split a group does."""
 
     def abort(self, reason: str) -> None:
         """Ends the group: running and later collectives raise GroupEndedError(reason), here and soon at all peers.

@@ -12,7 +12,6 @@ The training thread issues the collectives. `abort` may be called from any threa
 from __future__ import annotations
 
 import contextlib
-import re
 import socket
 import threading
 from collections import Counter
@@ -25,7 +24,7 @@ import torch
 import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError, ShoalError
 
-from shoal_worker.backends.base import CommunicationBackend, Traffic
+from shoal_worker.backends.base import CommunicationBackend, Traffic, cause_of
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.opening import Opening
 from shoal_worker.elastic.waiting import Waiting
@@ -107,7 +106,7 @@ class Group:
         self._check()
         return self._process_group
 
-    def subgroup(self, ranks: Sequence[int], name: str) -> Group | None:
+    def subgroup(self, ranks: Sequence[int], name: str, division: Sequence[Sequence[int]] = ()) -> Group | None:
         """Connects some of the ranks to a group of their own, in the order given; None on a rank that is not among them.
 
         A collective of those ranks: one that is in several parts connects them in the same order as the others. Who waits here for a rank
@@ -118,6 +117,8 @@ class Group:
         Args:
             ranks: of this group, each once. All of them in order: the answer is this group itself.
             name: of the part; used for no other ranks of this group. These may connect several under one name, in one order.
+            division: parts of equal size, of which `ranks` are one, that all ranks of this group connect at this place of their scripts;
+                the same on all. Libraries that can split a group do, if no rank of it is left out.
 
         Raises:
             ConfigurationError: ranks that are not this group's, or twice the same.
@@ -133,19 +134,22 @@ class Group:
             return None
         if len(members) == 1:
             return self._adopt(Group(self.generation.part(members), None, None, parent=self))
-        return self._connect_part(members, name)
+        whole = sorted(rank for part in division for rank in part) == list(range(self.world_size))
+        return self._connect_part(members, name, [list(part) for part in division].index(members) if whole else None)
 
     def connected_again(self, name: str) -> Group:
         """Connects all ranks a second time, for collectives whose order among the group's others differs by rank. Raises as `subgroup`."""
         self._check()
         return self._connect_part(list(range(self.world_size)), name)
 
-    def _connect_part(self, members: list[int], name: str) -> Group:
+    def _connect_part(self, members: list[int], name: str, number: int | None = None) -> Group:
         if self._opening is None:
             raise ConfigurationError(f"subgroup({members}): this group cannot be divided further; divide the generation's own")
         self._connections[name] += 1  # of several models each may connect its own
         name = f"{name} {self._connections[name]}"
         store, backend = self._opening.store(name), self._opening.make_backend()
+        if number is not None and self._backend is not None:
+            backend.comes_from(self._backend, number)
         generation = self.generation.part(members)
         part = self._adopt(Group(generation, backend, store, parent=self))
         try:
@@ -455,7 +459,7 @@ class Group:
 
     def _over(self, what: str, error: Exception) -> ShoalError:
         """What to raise for `error` of a collective: it ends the group."""
-        reason = self._reason or f"{what} failed: {brief(error)}"
+        reason = self._reason or f"{what} failed: {cause_of(error)}"
         self.abort(reason)  # closes the sockets, so that peers stuck in the same collective are freed as well
         return self._ended(MembershipChanged(f"generation {self.generation.number} is over: {reason}"))
 
@@ -493,10 +497,3 @@ class _Failures:
 def _shut_down(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):  # its peer has closed it
         socket.socket.shutdown(connection, socket.SHUT_RDWR)  # SSLSocket's own would have another thread go on in plain text
-
-
-def brief(error: BaseException) -> str:
-    """What an error of c10d says, without its source position and its advice."""
-    line = str(error).strip().split("\n", 1)[0]
-    line = re.sub(r"^Got the following error when running the callback: \w+: ", "", line)
-    return re.sub(r"^\[[^\]]*\.(?:cc|cpp|h):\d+\] ", "", line).split(" This is typically ", 1)[0][:300]

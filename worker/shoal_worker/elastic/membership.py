@@ -19,11 +19,11 @@ from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import ConfigurationError, DeadlineError, MembershipChanged, ShoalError, StaleGenerationError, UnavailableError
 from shoal_common.own_address import REACHED_ELSEWHERE
 
-from shoal_worker.backends.base import CommunicationBackend
+from shoal_worker.backends.base import CommunicationBackend, cause_of
 from shoal_worker.backends.registry import backend_class
 from shoal_worker.backends.waits import Waits
 from shoal_worker.elastic.generation import Generation, MemberIdentity
-from shoal_worker.elastic.group import Group, brief
+from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.link import CoordinatorLink
 from shoal_worker.elastic.member import LeaveReason
 from shoal_worker.elastic.opening import Opening
@@ -108,7 +108,7 @@ def connect(
     except (MembershipChanged, ConfigurationError):
         raise
     except (RuntimeError, ShoalError) as error:
-        raise MembershipChanged(f"generation {generation.number} did not form: {brief(error)}") from error
+        raise MembershipChanged(f"generation {generation.number} did not form: {cause_of(error)}") from error
     return Group(generation, backend, store, opening)
 
 

@@ -59,8 +59,9 @@ class RankMesh:
         self._session = session
         self._groups: dict[str, Group] = {}
         failpoint("mesh.dividing")
-        for axis, name, ranks in axes.lines():
-            part = group.subgroup(ranks, name) if group.rank in ranks else None
+        lines = list(axes.lines())
+        for axis, name, ranks in lines:
+            part = group.subgroup(ranks, name, [each for along, _, each in lines if along == axis]) if group.rank in ranks else None
             if part is not None:
                 self._groups[axis] = part
         seeds = self.all.all_gather_integers([torch.initial_seed() >> 1])

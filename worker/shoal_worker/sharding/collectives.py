@@ -279,10 +279,11 @@ class ReplicatedCollectives(SessionCollectives):
         Raises:
             MembershipChanged: the group is over.
         """
-        begin, position = division.replica(group.rank) * division.shards, division.position(group.rank)
-        self._within = group.subgroup(range(begin, begin + division.shards), f"replica {begin}")
-        replicas = range(position, group.world_size, division.shards)
-        self._across = group.subgroup(replicas, f"shard {position}") if division.replicas > 1 else None
+        replica, position = division.replica(group.rank), division.position(group.rank)
+        within = [range(begin, begin + division.shards) for begin in range(0, group.world_size, division.shards)]
+        across = [range(first, group.world_size, division.shards) for first in range(division.shards)]
+        self._within = group.subgroup(within[replica], f"replica {replica * division.shards}", within)
+        self._across = group.subgroup(across[position], f"shard {position}", across) if division.replicas > 1 else None
 
     @property
     def _shard_group(self) -> Group | None:

@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import Store
 from shoal_worker.backends import native_threads
 from shoal_worker.backends.base import CommunicationBackend, GroupEndedError, Traffic, cause_of
 from shoal_worker.backends.gloo.backend import GlooBackend
-from shoal_worker.backends.nccl.device import CudaDevice, Device
+from shoal_worker.backends.nccl.device import CudaDevice, Device, Native, Split
 from shoal_worker.backends.nccl.ending import Ending
 from shoal_worker.backends.nccl.group import DeviceGroup, DeviceWork, is_refusal
 from shoal_worker.backends.nccl.sharing import check_own_device
@@ -73,6 +73,8 @@ class NCCLBackend(CommunicationBackend):
         self._connect_limit = connect_limit
         self._ending = Ending(self._device)
         self._group: DeviceGroup | None = None
+        self._native: Native | None = None
+        self._comes_from: tuple[NCCLBackend, int] | None = None
         reference = weakref.ref(self)
 
         def ended(reason: str) -> None:
@@ -96,7 +98,8 @@ class NCCLBackend(CommunicationBackend):
                 members=self._members,
             )
             limit = max(connect_timeout, self._connect_limit)
-            native = within(limit, lambda: self._connected(store, limit), given_up=lambda: self._reason)
+            split = self._split(limit)
+            native = within(limit, lambda: self._connected(store, limit, split), given_up=lambda: self._reason)
             name = f"shoal_nccl_{next(_NUMBERS)}"
             self._group = DeviceGroup(
                 native, device=self._device, ending=self._ending, name=name, timeout=timeout, ended=self._ended, waits=self.waits
@@ -112,9 +115,27 @@ class NCCLBackend(CommunicationBackend):
             self._break()
         return self._group
 
-    def _connected(self, store: Store, limit: timedelta) -> dist.ProcessGroup:
+    def comes_from(self, whole: CommunicationBackend, part: int) -> None:
+        """See `CommunicationBackend`."""
+        if isinstance(whole, NCCLBackend):
+            self._comes_from = whole, part
+
+    def _split(self, limit: timedelta) -> Split | None:
+        if self._comes_from is None or not self._device.splits:
+            return None
+        whole, part = self._comes_from
+        if whole._native is None:
+            return None
+        whole._ending.waits_for_splits(limit)
+        return Split(whole=whole._native, part=part)
+
+    def _connected(self, store: Store, limit: timedelta, split: Split | None) -> dist.ProcessGroup:
         check_own_device(self._device, store, self.rank, self.world_size)
-        return self._device.connect(store, self.rank, self.world_size, limit, self._ending.covers)
+        return self._device.connect(store, self.rank, self.world_size, limit, self._made, split)
+
+    def _made(self, native: Native) -> None:
+        self._native = native
+        self._ending.covers(native)
 
     @property
     def host_group(self) -> dist.ProcessGroup:
@@ -182,7 +203,7 @@ class NCCLBackend(CommunicationBackend):
 
     def _release(self) -> None:
         group, self._group = self._group, None
-        self._process_group = None
+        self._process_group = self._native = self._comes_from = None
         self._host.shutdown()
         if group is not None:
             group.shutdown()

@@ -14,6 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, Final, Protocol
 
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, DeadlineError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from shoal_worker.settings import force_environment
+from shoal_worker.settings import WorkerSettings, force_environment
 from shoal_worker.torch_internals import AllreduceOptions, DebugLevel, get_debug_level
 
 _log = logging.getLogger(__name__)
@@ -50,6 +51,8 @@ _OF_LAUNCHERS: Final = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
 _NEVER: Final = timedelta(days=3650)
 """A timeout that does not come. torch counts nanoseconds from it, which end after 292 years."""
 _LOOK_S: Final = 0.002
+_SPLITS: Final = (2, 18, 0)
+"""The first version of NCCL with ncclCommSplit."""
 
 
 class Native(Protocol):
@@ -62,6 +65,14 @@ class Native(Protocol):
     def shutdown(self) -> None:
         """Finalizes and destroys the communicator, which waits for all ranks to do so; nothing can free it, and no abort may follow."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """What a group is split off, where every rank of it splits: into parts with numbers."""
+
+    whole: Native
+    part: int
 
 
 class Device(Protocol):
@@ -81,8 +92,16 @@ class Device(Protocol):
         """The same for two processes if and only if they use one device."""
         ...
 
-    def connect(self, store: Store, rank: int, size: int, timeout: timedelta, made: Callable[[Native], None]) -> dist.ProcessGroup:
-        """Connects a group of its own to that of all ranks; blocks. `made` gets what can be aborted, as soon as there is something.
+    @property
+    def splits(self) -> bool:
+        """Whether groups are to be split off others, and the library can; the same for all ranks with one environment."""
+        ...
+
+    def connect(
+        self, store: Store, rank: int, size: int, timeout: timedelta, made: Callable[[Native], None], split: Split | None = None
+    ) -> dist.ProcessGroup:
+        """Connects a group of its own to that of all ranks; blocks. `made` gets what can be aborted, as soon as there is something. While
+        it is split off another, that one cannot be aborted, for as long as `timeout` says.
 
         Raises DeadlineError or RuntimeError when a rank does not come within `timeout`, and RuntimeError for what the library says.
         """
@@ -119,7 +138,18 @@ class CudaDevice:
         """See `Device`: the UUID that the driver gives it, or its slice."""
         return str(torch.cuda.get_device_properties(self.device).uuid)
 
-    def connect(self, store: Store, rank: int, size: int, timeout: timedelta, made: Callable[[Native], None]) -> dist.ProcessGroup:
+    @property
+    def splits(self) -> bool:
+        """See `Device`. NCCL splits since 2.18, and torch names a private attribute for it."""
+        return (
+            WorkerSettings().nccl_split
+            and self._library().get_runtime_nccl_version() >= _SPLITS
+            and hasattr(self._library().Options, "split_from")
+        )
+
+    def connect(
+        self, store: Store, rank: int, size: int, timeout: timedelta, made: Callable[[Native], None], split: Split | None = None
+    ) -> dist.ProcessGroup:
         """See `Device`."""
         keep_watchdog_still(timeout)
         deadline = time.monotonic() + timeout.total_seconds()
@@ -127,6 +157,8 @@ class CudaDevice:
         options = library.Options()
         options._timeout = _NEVER
         options.config.blocking = 0
+        if split is not None:
+            options.split_from, options.split_color = split.whole, split.part
         native = library(PrefixStore("nccl", store), rank, size, options)
         made(native)
         native.eager_connect_single_device(self.device)

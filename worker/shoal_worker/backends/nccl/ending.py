@@ -61,6 +61,10 @@ class Ending:
         self._failure: str | None = None
         """Why the device cannot be used any more."""
 
+    def waits_for_splits(self, at_most: timedelta) -> None:
+        """Parts are split off the group: torch holds meanwhile, for at most so long, the lock that an abort needs."""
+        self._limit_s = max(self._limit_s, LIMIT.total_seconds() + at_most.total_seconds())
+
     def covers(self, native: Native) -> None:
         """`native` has been made: the end aborts it, at once if it has begun."""
         with self._lock:

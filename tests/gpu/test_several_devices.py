@@ -103,6 +103,28 @@ def test_a_worker_lost_in_the_middle_of_an_all_reduce_costs_the_others_nothing(
     assert {result["digest"] for result in results} == {undisturbed(strategy)}
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "hsdp"])
+def test_a_machine_that_is_lost_costs_the_other_one_nothing(
+    starter: Starter, tmp_path: Path, place: Place, undisturbed: Callable[[str], str], strategy: str
+) -> None:
+    """Two machines as far as Shoal and NCCL can tell: by SHOAL_HOST, which puts ranks of a machine side by side, and NCCL_HOSTID, for which
+    NCCL takes no memory that two of them share. All workers of the second die at once. Under hsdp each machine holds the whole state."""
+    first, second = list(range(place.workers - place.workers // 2)), list(range(place.workers - place.workers // 2, place.workers))
+    settings = {**place.settings(strategy), "DETERMINISTIC": "1"}
+    with cluster(
+        starter(place.kind), tmp_path, max_workers=place.workers, lease_ms=lease_ms(place.kind), script=SCRIPT, **settings
+    ) as running:
+        for name, indices in (("first", first), ("second", second)):
+            dies = {"SHOAL_FAILPOINTS": "reduction.under_way@7=kill"} if name == "second" else {}
+            for index in indices:
+                running.start(index, SHOAL_HOST=name, NCCL_HOSTID=name, **dies)
+        lost = [running.workers.pop(index) for index in second]
+        results = running.finish(*first)
+        assert [each.wait() for each in lost] == [-signal.SIGKILL] * len(lost)
+    assert {result["world"] for result in results} == {len(first)}
+    assert {result["digest"] for result in results} == {undisturbed(strategy)}
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_a_worker_that_joins_changes_nothing(
     starter: Starter, tmp_path: Path, place: Place, undisturbed: Callable[[str], str], strategy: str

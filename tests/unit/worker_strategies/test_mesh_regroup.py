@@ -51,7 +51,7 @@ class NextGeneration:
         self._use()
         self._members.all_to_all(output, tensor, output_sizes, input_sizes)
 
-    def subgroup(self, ranks: Sequence[int], name: str) -> NextGeneration | None:
+    def subgroup(self, ranks: Sequence[int], name: str, division: Sequence[Sequence[int]] = ()) -> NextGeneration | None:
         self._use()
         left = [self._left[rank] for rank in ranks]
         part = self._launch.subgroup(left, f"{name} of {self.generation.number}")

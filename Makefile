@@ -11,6 +11,8 @@ export PYTHONDONTWRITEBYTECODE :=
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3,$(shell $(name) -c 'import sys; print("$(name)" if sys.version_info >= (3, 11) else "")' 2>/dev/null)))
 PYTEST_ARGS ?=
+# These tests say what holds on the host. Where there is a GPU, workers would take it, and NCCL: make test-gpu is for that.
+test test-slow parity chaos: export CUDA_VISIBLE_DEVICES :=
 DIST ?= dist
 # Tests wait for other processes, and for leases, a good part of their time: on two cores three processes run them, or two where they compute.
 # A test that is stuck ends its process, and so the run.

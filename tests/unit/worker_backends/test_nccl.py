@@ -15,7 +15,7 @@ from shoal_worker.backends.nccl.backend import NCCLBackend
 from shoal_worker.backends.nccl.device import WATCHDOG
 from shoal_worker.torch_internals import AllreduceOptions
 
-from tests.fake_device.library import in_threads
+from tests.fake_device.library import FakeCuda, in_threads
 from tests.fake_device.machine import Stream
 from tests.fake_device.ranks import PATIENCE, SEEDS, ProcessEnded, Ranks, close, outcome, started
 from tests.zygote.children import eventually
@@ -198,14 +198,18 @@ def test_a_rank_that_leaves_alone_does_not_wait_for_long_and_aborts() -> None:
     assert stream_of(ranks, 1).aborted
 
 
-def test_what_is_not_done_when_a_rank_leaves_is_not_left_behind() -> None:
-    """A step that was given up midway: its collective will never run, and a finalization would wait for it."""
+@pytest.mark.parametrize("where", ["in the group", "in a part"])
+def test_what_is_not_done_when_all_leave_is_aborted(where: str) -> None:
+    """A step that one rank has begun and the others have not: its collective will never run, and a finalization would wait for it. Nor is
+    it waited for as long as a collective may take."""
     ranks = Ranks(2)
-    backends = ranks.form(timeout=_SHORT)
-    backends[0].order(started(backends[0], torch.ones(3)))
-    assert outcome(lambda: leave(backends[0])) is False
-    assert stream_of(ranks, 0).aborted
-    close(backends)
+    wholes, parts = ranks.form(), ranks.form()
+    started((wholes if where == "in the group" else parts)[0], torch.ones(3))
+    begun = time.monotonic()
+    assert in_threads([lambda whole=whole: whole.all_leave(_SHORT) for whole in wholes]) == [False, False]
+    assert time.monotonic() - begun < PATIENCE.total_seconds() / 2
+    close([*parts, *wholes])
+    assert all(stream.aborted and not stream.finalizing for stream in ranks.machine.streams)
 
 
 @pytest.mark.parametrize("dies", ["before", "after"])
@@ -456,3 +460,11 @@ def test_a_rank_that_does_not_come_to_a_split_holds_the_others_up_and_ends_none_
 
 def nccl_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("shoal-nccl")}
+
+
+def test_ranks_of_which_some_would_split_and_others_connect_are_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeCuda, "splits", property(lambda device: device.number == 1))
+    for refused in Ranks(3).form():
+        assert isinstance(refused, ConfigurationError)
+        assert refused.reason == "NCCL_SPLIT_DIFFERS"
+        assert "on rank 1, and not on ranks 0 and 2" in str(refused)

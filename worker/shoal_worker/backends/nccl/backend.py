@@ -182,10 +182,13 @@ class NCCLBackend(CommunicationBackend):
             self._ending.wait()
 
     def all_leave(self, within: timedelta) -> bool:
-        """See `CommunicationBackend`: by the hosts' own group, once the device has ended all that was ordered."""
+        """See `CommunicationBackend`: by the hosts' own group, once the device is at rest, in this group's parts and elsewhere."""
+        deadline = time.monotonic() + within.total_seconds()
+        if not self._ending.at_rest(within):
+            return False
+        left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
         try:
-            self.settle()
-            return self.host_group.barrier(BarrierOptions()).wait(within)
+            return self.host_group.barrier(BarrierOptions()).wait(left)
         except (RuntimeError, MembershipChanged):  # a peer is gone, or stays
             return False
 

@@ -14,6 +14,7 @@ while: nothing is queued on it, so it holds a thread and memory of NCCL's until 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -94,13 +95,26 @@ class Ending:
         native_threads.start(lambda: self._finalize(natives, done), name="shoal-nccl-finalize", most_s=self._finalize_limit_s)
         native_threads.start(lambda: self._finish(done), name="shoal-nccl-finish", most_s=self._limit_s)
 
+    def at_rest(self, within: timedelta) -> bool:
+        """Whether the device has done all that was queued on it, by any group, within that time. Only then may a group be finalized: what a
+        kernel waits for that never comes only an abort ends, and no abort can follow a finalization."""
+        done = threading.Event()
+
+        def look() -> None:
+            with contextlib.suppress(RuntimeError):  # a device that has failed is not at rest; the end of the group says so
+                self._device.synchronize()
+                done.set()
+
+        native_threads.start(look, name="shoal-nccl-rest", most_s=self._limit_s)
+        return done.wait(within.total_seconds())
+
     def wait(self) -> None:
         """Returns when the group's memory can be used for something else. Ends the process if the device has failed, or does not come to
         rest within the limit."""
         if not self._over.wait(self._limit_s):
             self._end_process(
                 PUT_OUT,
-                f"{self._device.where} did not come to rest within {self._limit_s:g} s after a group on it was aborted, so its memory "
+                f"{self._device.where} did not come to rest within {self._limit_s:g} s after a group on it had ended, so its memory "
                 f"cannot be used again: this worker ends with status {PUT_OUT}, for its launcher to start it anew",
             )
         if self._failure is not None:

@@ -436,8 +436,8 @@ def test_connecting_ends_at_once_when_it_is_given_up() -> None:
 def test_a_rank_that_does_not_come_to_a_split_holds_the_others_up_and_ends_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch holds meanwhile the lock that the abort of the whole needs; as long as that may be, it is waited for."""
     monkeypatch.setenv("SHOAL_NCCL_SPLIT", "1")
-    ranks, limit = Ranks(4), timedelta(seconds=1)
-    wholes = ranks.form(limit=_SHORT)
+    ranks, limit = Ranks(4), timedelta(seconds=2)
+    wholes = ranks.form(limit=timedelta(seconds=1))
     parts = [ranks.backend(rank, connect_limit=limit, limit=_SHORT) for rank in range(2)]
     store = dist.HashStore()
 
@@ -456,6 +456,26 @@ def test_a_rank_that_does_not_come_to_a_split_holds_the_others_up_and_ends_none_
         assert isinstance(given_up, MembershipChanged)
     assert in_threads([whole.shutdown for whole in wholes]) == [None] * 4  # no process has ended
     assert all(stream.aborted for stream in ranks.machine.streams)
+
+
+def test_once_parts_were_split_off_an_abort_may_take_no_longer_than_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_NCCL_SPLIT", "1")
+    ranks = Ranks(2)
+    wholes, store = ranks.form(limit=_SHORT), dist.HashStore()
+    parts = [ranks.backend(rank) for rank in range(2)]
+
+    def split(rank: int) -> None:
+        parts[rank].comes_from(wholes[rank], 0)
+        parts[rank].initialize(rank=rank, world_size=2, store=store)
+
+    assert in_threads([lambda: split(0), lambda: split(1)]) == [None, None]
+    assert ranks.devices[0].natives[0].comm_split_count() == 1
+    ranks.machine.aborts_held = True
+    ended = outcome(wholes[0].shutdown)
+    assert isinstance(ended, ProcessEnded)
+    assert "did not come to rest within 0.2 s" in ended.args[1]
+    ranks.machine.release_aborts()
+    close([*parts, *wholes])
 
 
 def nccl_threads() -> set[threading.Thread]:

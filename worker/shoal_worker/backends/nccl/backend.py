@@ -130,8 +130,13 @@ class NCCLBackend(CommunicationBackend):
         return Split(whole=whole._native, part=part)
 
     def _connected(self, store: Store, limit: timedelta, split: Split | None) -> dist.ProcessGroup:
-        check_own_device(self._device, store, self.rank, self.world_size)
-        return self._device.connect(store, self.rank, self.world_size, limit, self._made, split)
+        comes_from = self._comes_from
+        try:
+            check_own_device(self._device, store, self.rank, self.world_size)
+            return self._device.connect(store, self.rank, self.world_size, limit, self._made, split)
+        finally:
+            if comes_from is not None:
+                comes_from[0]._ending.split_is_over()
 
     def _made(self, native: Native) -> None:
         self._native = native

@@ -15,7 +15,7 @@ from shoal_worker.backends.nccl.backend import NCCLBackend
 from shoal_worker.backends.nccl.device import WATCHDOG
 from shoal_worker.torch_internals import AllreduceOptions
 
-from tests.fake_device.library import in_threads
+from tests.fake_device.library import FakeCuda, in_threads
 from tests.fake_device.machine import Stream
 from tests.fake_device.ranks import PATIENCE, SEEDS, ProcessEnded, Ranks, close, outcome, started
 from tests.zygote.children import eventually
@@ -198,14 +198,18 @@ def test_a_rank_that_leaves_alone_does_not_wait_for_long_and_aborts() -> None:
     assert stream_of(ranks, 1).aborted
 
 
-def test_what_is_not_done_when_a_rank_leaves_is_not_left_behind() -> None:
-    """A step that was given up midway: its collective will never run, and a finalization would wait for it."""
+@pytest.mark.parametrize("where", ["in the group", "in a part"])
+def test_what_is_not_done_when_all_leave_is_aborted(where: str) -> None:
+    """A step that one rank has begun and the others have not: its collective will never run, and a finalization would wait for it. Nor is
+    it waited for as long as a collective may take."""
     ranks = Ranks(2)
-    backends = ranks.form(timeout=_SHORT)
-    backends[0].order(started(backends[0], torch.ones(3)))
-    assert outcome(lambda: leave(backends[0])) is False
-    assert stream_of(ranks, 0).aborted
-    close(backends)
+    wholes, parts = ranks.form(), ranks.form()
+    started((wholes if where == "in the group" else parts)[0], torch.ones(3))
+    begun = time.monotonic()
+    assert in_threads([lambda whole=whole: whole.all_leave(_SHORT) for whole in wholes]) == [False, False]
+    assert time.monotonic() - begun < PATIENCE.total_seconds() / 2
+    close([*parts, *wholes])
+    assert all(stream.aborted and not stream.finalizing for stream in ranks.machine.streams)
 
 
 @pytest.mark.parametrize("dies", ["before", "after"])
@@ -432,8 +436,8 @@ def test_connecting_ends_at_once_when_it_is_given_up() -> None:
 def test_a_rank_that_does_not_come_to_a_split_holds_the_others_up_and_ends_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch holds meanwhile the lock that the abort of the whole needs; as long as that may be, it is waited for."""
     monkeypatch.setenv("SHOAL_NCCL_SPLIT", "1")
-    ranks, limit = Ranks(4), timedelta(seconds=1)
-    wholes = ranks.form(limit=_SHORT)
+    ranks, limit = Ranks(4), timedelta(seconds=2)
+    wholes = ranks.form(limit=timedelta(seconds=1))
     parts = [ranks.backend(rank, connect_limit=limit, limit=_SHORT) for rank in range(2)]
     store = dist.HashStore()
 
@@ -454,5 +458,33 @@ def test_a_rank_that_does_not_come_to_a_split_holds_the_others_up_and_ends_none_
     assert all(stream.aborted for stream in ranks.machine.streams)
 
 
+def test_once_parts_were_split_off_an_abort_may_take_no_longer_than_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_NCCL_SPLIT", "1")
+    ranks = Ranks(2)
+    wholes, store = ranks.form(limit=_SHORT), dist.HashStore()
+    parts = [ranks.backend(rank) for rank in range(2)]
+
+    def split(rank: int) -> None:
+        parts[rank].comes_from(wholes[rank], 0)
+        parts[rank].initialize(rank=rank, world_size=2, store=store)
+
+    assert in_threads([lambda: split(0), lambda: split(1)]) == [None, None]
+    assert ranks.devices[0].natives[0].comm_split_count() == 1
+    ranks.machine.aborts_held = True
+    ended = outcome(wholes[0].shutdown)
+    assert isinstance(ended, ProcessEnded)
+    assert "did not come to rest within 0.2 s" in ended.args[1]
+    ranks.machine.release_aborts()
+    close([*parts, *wholes])
+
+
 def nccl_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("shoal-nccl")}
+
+
+def test_ranks_of_which_some_would_split_and_others_connect_are_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeCuda, "splits", property(lambda device: device.number == 1))
+    for refused in Ranks(3).form():
+        assert isinstance(refused, ConfigurationError)
+        assert refused.reason == "NCCL_SPLIT_DIFFERS"
+        assert "on rank 1, and not on ranks 0 and 2" in str(refused)

@@ -130,8 +130,13 @@ class NCCLBackend(CommunicationBackend):
         return Split(whole=whole._native, part=part)
 
     def _connected(self, store: Store, limit: timedelta, split: Split | None) -> dist.ProcessGroup:
-        check_own_device(self._device, store, self.rank, self.world_size)
-        return self._device.connect(store, self.rank, self.world_size, limit, self._made, split)
+        comes_from = self._comes_from
+        try:
+            check_own_device(self._device, store, self.rank, self.world_size)
+            return self._device.connect(store, self.rank, self.world_size, limit, self._made, split)
+        finally:
+            if comes_from is not None:
+                comes_from[0]._ending.split_is_over()
 
     def _made(self, native: Native) -> None:
         self._native = native
@@ -182,10 +187,13 @@ class NCCLBackend(CommunicationBackend):
             self._ending.wait()
 
     def all_leave(self, within: timedelta) -> bool:
-        """See `CommunicationBackend`: by the hosts' own group, once the device has ended all that was ordered."""
+        """See `CommunicationBackend`: by the hosts' own group, once the device is at rest, in this group's parts and elsewhere."""
+        deadline = time.monotonic() + within.total_seconds()
+        if not self._ending.at_rest(within):
+            return False
+        left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
         try:
-            self.settle()
-            return self.host_group.barrier(BarrierOptions()).wait(within)
+            return self.host_group.barrier(BarrierOptions()).wait(left)
         except (RuntimeError, MembershipChanged):  # a peer is gone, or stays
             return False
 

@@ -14,6 +14,7 @@ while: nothing is queued on it, so it holds a thread and memory of NCCL's until 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -49,6 +50,8 @@ class Ending:
     ) -> None:
         self._device = device
         self._limit_s = limit.total_seconds()
+        self._split_s = 0.0
+        """How much longer an abort may take now."""
         self._finalize_limit_s = finalize_limit.total_seconds()
         self._end_process = end_process
         self._lock = threading.Lock()
@@ -62,8 +65,12 @@ class Ending:
         """Why the device cannot be used any more."""
 
     def waits_for_splits(self, at_most: timedelta) -> None:
-        """Parts are split off the group: torch holds meanwhile, for at most so long, the lock that an abort needs."""
-        self._limit_s = max(self._limit_s, LIMIT.total_seconds() + at_most.total_seconds())
+        """Parts are split off the group, until `split_is_over`: torch holds the lock that an abort needs, for at most so long."""
+        self._split_s = at_most.total_seconds()
+
+    def split_is_over(self) -> None:
+        """The library has let go of that lock. Any thread."""
+        self._split_s = 0.0
 
     def covers(self, native: Native) -> None:
         """`native` has been made: the end aborts it, at once if it has begun."""
@@ -80,7 +87,7 @@ class Ending:
                 return
             self._began = True
             natives = list(self._natives)
-        native_threads.start(lambda: self._end(natives), name="shoal-nccl-abort", most_s=self._limit_s)
+        native_threads.start(lambda: self._end(natives), name="shoal-nccl-abort", most_s=self._limit_s + self._split_s)
 
     def finalize(self) -> None:
         """Finalizes the group, on which nothing is queued, as all ranks do at about the same time. Returns at once; `wait` waits for it, or
@@ -94,13 +101,27 @@ class Ending:
         native_threads.start(lambda: self._finalize(natives, done), name="shoal-nccl-finalize", most_s=self._finalize_limit_s)
         native_threads.start(lambda: self._finish(done), name="shoal-nccl-finish", most_s=self._limit_s)
 
+    def at_rest(self, within: timedelta) -> bool:
+        """Whether the device has done all that was queued on it, by any group, within that time. Only then may a group be finalized: what a
+        kernel waits for that never comes only an abort ends, and no abort can follow a finalization."""
+        done = threading.Event()
+
+        def look() -> None:
+            with contextlib.suppress(RuntimeError):  # a device that has failed is not at rest; the end of the group says so
+                self._device.synchronize()
+                done.set()
+
+        native_threads.start(look, name="shoal-nccl-rest", most_s=self._limit_s)
+        return done.wait(within.total_seconds())
+
     def wait(self) -> None:
         """Returns when the group's memory can be used for something else. Ends the process if the device has failed, or does not come to
         rest within the limit."""
-        if not self._over.wait(self._limit_s):
+        limit_s = self._limit_s + self._split_s
+        if not self._over.wait(limit_s):
             self._end_process(
                 PUT_OUT,
-                f"{self._device.where} did not come to rest within {self._limit_s:g} s after a group on it was aborted, so its memory "
+                f"{self._device.where} did not come to rest within {limit_s:g} s after a group on it had ended, so its memory "
                 f"cannot be used again: this worker ends with status {PUT_OUT}, for its launcher to start it anew",
             )
         if self._failure is not None:

@@ -1,4 +1,4 @@
-"""Refuses two ranks on one device, before NCCL is asked: it would fail on some ranks, and leave others waiting."""
+"""Refuses what ranks must have alike or apart, before NCCL is asked: it would fail on some ranks, and leave others waiting."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from shoal_worker.backends.nccl.device import Device
 
 
 def check_own_device(device: Device, store: Store, rank: int, size: int) -> None:
-    """Tells the other ranks which device this one has, and raises on all ranks if two have the same. Waits for all ranks.
+    """Tells the other ranks which device this one has, and raises on all ranks if two have the same, or if some would split parts off the
+    group and others not. Waits for all ranks.
 
     Raises:
-        ConfigurationError: two ranks use one device.
+        ConfigurationError: two ranks use one device (DEVICE_SHARED), or ranks differ in `Device.splits` (NCCL_SPLIT_DIFFERS).
     """
     told = PrefixStore("device", store)
-    told.set(str(rank), json.dumps([device.identity(), device.where, socket.gethostname()]))
+    told.set(str(rank), json.dumps([device.identity(), device.where, socket.gethostname(), device.splits]))
     first: dict[str, int] = {}
+    splitting: dict[bool, list[int]] = {True: [], False: []}
     for other, said in enumerate(told.multi_get([str(each) for each in range(size)])):
-        identity, where, host = json.loads(said)
+        identity, where, host, splits = json.loads(said)
+        splitting[splits].append(other)
         if identity in first:
             raise ConfigurationError(
                 f"ranks {first[identity]} and {other} are both on {where} ({identity}) of host {host}, and NCCL takes one rank for each "
@@ -29,3 +32,15 @@ def check_own_device(device: Device, store: Store, rank: int, size: int) -> None
                 reason="DEVICE_SHARED",
             )
         first[identity] = other
+    if splitting[True] and splitting[False]:
+        raise ConfigurationError(
+            f"parts would be split off the communicator of all ranks on {_named(splitting[True])}, and not on {_named(splitting[False])}: "
+            "set SHOAL_NCCL_SPLIT to the same value in all workers, and give all of them NCCL 2.18 or newer, or set it to 0",
+            reason="NCCL_SPLIT_DIFFERS",
+        )
+
+
+def _named(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

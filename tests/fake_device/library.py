@@ -140,7 +140,7 @@ class FakeNCCL(PythonGroup):
         with self._communicator_lock:
             self._machine.until(lambda: all(kernel.ended for kernel in self._stream.queue), "a communicator to be flushed")
             self._machine.finalize(self._stream)
-            self._machine.until(lambda: self._stream.destroyed or self._machine.given_up, "all ranks to finalize a communicator")
+            self._await(lambda: self._stream.destroyed)
 
     def _ready(self) -> None:
         communicator = self._stream.communicator

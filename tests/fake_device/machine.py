@@ -167,8 +167,6 @@ class Machine:
         """Communicators do not come to stand."""
         self.aborts_held = False
         """Aborts do not come to an end."""
-        self.given_up = False
-        """Finalizations that wait for a rank return: the test is over."""
         self.crashes: list[str] = []
         """What a real process would have ended of."""
         self.seconds = 0.0

@@ -38,7 +38,7 @@ class Ranks:
         """Connects these of them: their backends, or what was raised."""
         ranks = list(range(self.size)) if ranks is None else ranks
         store = dist.HashStore()
-        limits = {name: options.pop(name) for name in ("limit", "finalize_limit") if name in options}
+        limits = {name: options.pop(name) for name in ("limit", "finalize_limit", "connect_limit") if name in options}
 
         def connect(rank: int) -> NCCLBackend:
             backend = self.backend(ranks[rank], **limits)

@@ -86,7 +86,8 @@ class WorkerSettings(CallerSettings):
     connect_timeout_s: float = Field(default=5.0, gt=0)
     """Longest time to connect the process group of a new generation."""
     nccl_split: bool = False
-    """Whether the parts of a mesh over NCCL are split off the communicator of all ranks, where the library can, and not connected anew."""
+    """Whether the parts of a mesh over NCCL are split off the communicator of all ranks, where the library can, and not connected anew; the
+    same for all workers."""
     away_timeout_s: float = Field(default=86400.0, gt=0)
     """Longest wait for a coordinator that is away, where training cannot go on without it. It does not count as waiting for a rank."""
 

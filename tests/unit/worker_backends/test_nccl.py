@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, DeadlineError, InvalidRequestError, MembershipChanged
+from shoal_worker.backends import native_threads
 from shoal_worker.backends.nccl.backend import NCCLBackend
 from shoal_worker.backends.nccl.device import WATCHDOG
 from shoal_worker.torch_internals import AllreduceOptions
@@ -168,7 +169,7 @@ def test_a_device_that_has_failed_ends_the_process_of_its_rank() -> None:
 def test_a_device_that_has_failed_does_not_connect_anew_for_ever() -> None:
     ranks = Ranks(2)
     ranks.machine.failed[0] = "unspecified launch failure"
-    ended, other = ranks.form(connect_timeout=timedelta(seconds=2))
+    ended, other = ranks.form(connect_timeout=timedelta(seconds=2), connect_limit=timedelta(seconds=2))
     assert isinstance(ended, ProcessEnded)
     assert "cuda:0 has failed (CUDA error: unspecified launch failure)" in ended.args[1]
     assert isinstance(other, DeadlineError | MembershipChanged | NCCLBackend)
@@ -213,10 +214,16 @@ def test_what_is_not_done_when_all_leave_is_aborted(where: str) -> None:
 
 
 @pytest.mark.parametrize("dies", ["before", "after"])
-def test_a_rank_that_dies_as_all_leave_holds_the_others_up_for_a_while_only(dies: str, caplog: pytest.LogCaptureFixture) -> None:
-    """torch holds the locks that an abort needs: nothing can free a finalization, and it is given up."""
+def test_a_rank_that_dies_as_all_leave_holds_the_others_up_for_a_while_only(
+    dies: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch holds the locks that an abort needs: nothing can free a finalization, and it is given up. In the end torch's own time for it is
+    over; then neither an abort nor the group's destructor may touch what may be half destroyed."""
     ranks = Ranks(2)
     backends = ranks.form(finalize_limit=_SHORT)
+    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "1")
+    kept: list[object] = []
+    monkeypatch.setattr(native_threads, "keep", kept.append)
     own, other = stream_of(ranks, 0), stream_of(ranks, 1)
 
     def die() -> bool:
@@ -227,10 +234,11 @@ def test_a_rank_that_dies_as_all_leave_holds_the_others_up_for_a_while_only(dies
 
     assert in_threads([lambda: leave(backends[0]), die]) == [True, True]
     assert "a group on cuda:0 was not finalized within 0.2 s" in caplog.text
+    eventually(lambda: "a group on cuda:0 could not be finalized: NCCL timeout" in caplog.text, "torch's time to be over")
     assert (own.finalizing, own.destroyed, own.aborting) == (True, False, False)
-    ranks.machine.given_up = True
     assert not other.destroyed
     close(backends)
+    assert kept == ranks.devices[0].natives
     assert not ranks.machine.crashes
 
 

@@ -175,6 +175,9 @@ def test_a_part_of_one_rank_has_no_peers_and_a_part_has_no_parts() -> None:
             row.subgroup([1, 0], "back to front")
         with pytest.raises(ConfigurationError, match=r"expected different ranks from 0 to 3"):
             group.subgroup([0, 4], "too many")
+        for division in ([[0, 1], [2, 3]], [[0, 2], [1], [3]]):
+            with pytest.raises(ConfigurationError, match=r"expected one of these parts, and parts of equal size"):
+                group.subgroup([group.rank, (group.rank + 2) % WORLD], "another division's", division)
         return float(tensor), alone.rank, alone.world_size, alone.exchange(b"x")
 
     assert ranks(InMemoryBackend, do) == [(1.0, 0, 1, [b"x"])] * WORLD

@@ -236,8 +236,8 @@ class CommunicationBackend(abc.ABC):
             raise GroupEndedError(self._reason or "given up")
 
     def comes_from(self, whole: CommunicationBackend, part: int) -> None:  # noqa: B027 - most libraries have no need of it
-        """Before `initialize`: that each rank of `whole` is in one of several parts, and initializes it now. This is part number `part`. A
-        library that can split a group does."""
+        """Says, before `initialize`, that every rank of `whole` now connects one of several parts, of which this is number `part`. A
+        library that can split a group does so."""
 
     def abort(self, reason: str) -> None:
         """Ends the group: running and later collectives raise GroupEndedError(reason), here and soon at all peers.

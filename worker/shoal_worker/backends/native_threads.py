@@ -97,6 +97,11 @@ def drop(references: list[object], *, when: threading.Event) -> None:
     _start(destroy, "shoal-group-end", _MOST.total_seconds(), (references, when))
 
 
+def keep(reference: object) -> None:
+    """It is never destroyed: its destructor would wait for what is unfinished, or end the process."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(reference))
+
+
 def wait(timeout: timedelta) -> bool:
     """Waits for all that runs; False if some still does after `timeout`. Does not wait for groups that are not finished."""
     started = time.monotonic()
@@ -133,8 +138,7 @@ def _at_exit() -> None:
         unfinished = [references for references, when in _undestroyed.values() if not when.is_set()]
     for references in unfinished:
         for reference in references:
-            # Never destroyed: the destructor would wait for what the group still does.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(reference))
+            keep(reference)
 
 
 # Registered on import, so it runs after the exit handlers of those who use it: handlers still start threads.

@@ -26,7 +26,7 @@ from shoal_common.errors import ConfigurationError, MembershipChanged, Precondit
 
 from shoal_worker.backends.base import CommunicationBackend, Traffic, cause_of
 from shoal_worker.elastic.generation import Generation
-from shoal_worker.elastic.opening import Opening
+from shoal_worker.elastic.opening import Opening, number_of_part
 from shoal_worker.elastic.waiting import Waiting
 from shoal_worker.store.redis_store import RedisStore
 from shoal_worker.torch_internals import AllgatherOptions, AllToAllOptions, BarrierOptions, BroadcastOptions, ReduceScatterOptions, Store
@@ -134,8 +134,7 @@ class Group:
             return None
         if len(members) == 1:
             return self._adopt(Group(self.generation.part(members), None, None, parent=self))
-        whole = sorted(rank for part in division for rank in part) == list(range(self.world_size))
-        return self._connect_part(members, name, [list(part) for part in division].index(members) if whole else None)
+        return self._connect_part(members, name, number_of_part(members, division, self.world_size))
 
     def connected_again(self, name: str) -> Group:
         """Connects all ranks a second time, for collectives whose order among the group's others differs by rank. Raises as `subgroup`."""
@@ -149,6 +148,7 @@ class Group:
         name = f"{name} {self._connections[name]}"
         store, backend = self._opening.store(name), self._opening.make_backend()
         if number is not None and self._backend is not None:
+            self.settle()  # a group that is split has nothing to do
             backend.comes_from(self._backend, number)
         generation = self.generation.part(members)
         part = self._adopt(Group(generation, backend, store, parent=self))
@@ -402,8 +402,8 @@ class Group:
         self.leave()
 
     def all_leave(self, within: timedelta = _LEAVE_WITHIN) -> None:
-        """Comes before `close` or `leave` where the run is over for all ranks: ends this group and its parts in order, if the backend has
-        one. Waits that long for the other ranks; where one does not come, nothing happens. See `CommunicationBackend.finalize`."""
+        """Comes before `close` or `leave` where the run is over for all ranks: has the library end this group and its parts in order. Does
+        nothing unless it can (`CommunicationBackend.finalize`), and all ranks come within that time of each other."""
         backend = self._backend
         if self.ended or backend is None or not backend.finalizes or not backend.all_leave(within):
             return

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
+from shoal_common.errors import ConfigurationError
+
 from shoal_worker.backends.base import CommunicationBackend
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.torch_internals import Store
@@ -33,3 +35,17 @@ class Opening:
             hostname=self.hostname,
             members=members,
         )
+
+
+def number_of_part(members: Sequence[int], division: Sequence[Sequence[int]], world_size: int) -> int | None:
+    """Which part of `division`, by its place, has these members; None: the division does not name every rank once.
+
+    Raises:
+        ConfigurationError: it has no such part, or parts of different sizes.
+    """
+    parts = [list(part) for part in division]
+    if sorted(rank for part in parts for rank in part) != list(range(world_size)):
+        return None
+    if list(members) not in parts or len({len(part) for part in parts}) > 1:
+        raise ConfigurationError(f"subgroup({list(members)}) of division={parts}: expected one of these parts, and parts of equal size")
+    return parts.index(list(members))

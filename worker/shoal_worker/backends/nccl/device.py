@@ -69,7 +69,7 @@ class Native(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """What a group is split off, where every rank of it splits: into parts with numbers."""
+    """The group that a new one is split off, and the number of the new one. All ranks of `whole` split at once."""
 
     whole: Native
     part: int

@@ -9,7 +9,7 @@ result could be trusted and no new group would connect: the process ends, and it
 Where all ranks leave at once, after a word between their hosts, communicators are finalized instead: NCCL closes what it has opened while
 all ranks are there. torch holds, while it waits for that, the locks that an abort needs (2.13: ProcessGroupNCCL::shutdown,
 NCCLComm::waitReady, NCCLComm::destroy), so a rank whose peer dies in that moment cannot be freed. It gives the communicator up after a
-while: nothing is queued on it, so it holds a thread and memory of NCCL's until the process ends, and writes into nothing.
+while: nothing is queued on it, so it holds a thread and memory of NCCL's, and writes into nothing.
 """
 
 from __future__ import annotations
@@ -137,7 +137,9 @@ class Ending:
         for native in natives:
             try:
                 native.shutdown()
-            except RuntimeError as error:  # no abort follows: the communicator may be half destroyed
+            except RuntimeError as error:
+                # No abort follows, since the communicator may be half destroyed; nor does the destructor, which would abort it.
+                native_threads.keep(native)
                 _log.warning("a group on %s could not be finalized: %s", self._device.where, cause_of(error))
         done.set()
 

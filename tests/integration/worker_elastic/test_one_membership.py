@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from shoal_common.clients import CoordinatorClient
@@ -22,6 +23,7 @@ from shoal_worker.backends.gloo.backend import GlooBackend
 from shoal_worker.backends.waits import Waits
 from shoal_worker.elastic import membership, waiting
 from shoal_worker.elastic.generation import Generation, MemberIdentity, Peer
+from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.link import CoordinatorLink
 from shoal_worker.elastic.loader_interface import Drained, StopTraining
 from shoal_worker.elastic.member import LeaveReason
@@ -96,6 +98,19 @@ def test_two_members_that_cannot_reach_each_other_are_kept_apart(job: Job) -> No
     reports = [e.attributes for e in job.events() if e.kind == "collective_failed" and e.member_id == "a"]
     assert [(report["suspects"], report["timed_out"]) for report in reports] == [("b", "true")] * 2
     membership.leave(LeaveReason.DRAINED)
+
+
+@pytest.mark.parametrize("job", [(1, 2)], indirect=True)
+@pytest.mark.parametrize(
+    ("reason", "alone", "asks"),
+    [(LeaveReason.FINISHED, False, True), (LeaveReason.FINISHED, True, False), (LeaveReason.FAILED, False, False)],
+)
+def test_a_group_is_asked_to_end_in_order_only_where_the_run_is_over_for_all(job: Job, reason: Any, alone: bool, asks: bool) -> None:
+    membership = joined(job)
+    group = mock.Mock(spec=Group)
+    membership._group = group
+    membership.leave(reason, alone=alone)
+    assert [name for name, _, _ in group.method_calls] == [*(["all_leave"] if asks else []), "abort", "close"]
 
 
 @pytest.mark.parametrize("job", [(1, 2)], indirect=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -26,6 +27,19 @@ from shoal_common.redis import EmbeddedRedis
 
 from tests.ranks.processes import mpi_ranks, nursery, rank_pool, take_ranks  # noqa: F401 - fixtures
 from tests.zygote.children import zygote  # noqa: F401 - a fixture
+
+
+def heed_interrupts() -> None:
+    """From here on what the tests start ends on Ctrl-C (SIGINT), wherever the tests themselves were started.
+
+    A shell without job control, and nohup after it, has what runs in its background ignore SIGINT; whoever is started from there inherits
+    that, and Python then installs no handler. A script that a test interrupts would go on as if nobody had.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+heed_interrupts()
 
 # Hypothesis has a deadline of 200 ms for each example, and another for making them: on a busy machine both are chance. So is which examples
 # are tried, in "searching" (make chaos): what fails there is mended and named in a test, and every run of make test tries the same ones.

@@ -29,7 +29,7 @@ Shell = Any  # of tests/integration/conftest.py
 Command = Any
 
 SCRIPT = """
-import subprocess, sys
+import subprocess, sys, time
 import shoal, torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -51,6 +51,7 @@ for _ in loader.epochs(1_000_000):
         if optimizer.step() and not said:
             said = True
             print("trains", flush=True)
+        time.sleep(0.01)  # else it would take whole processors from the commands that it is looked at with
 helper.stdin.close()
 helper.wait()
 print("after the loop", flush=True)
@@ -58,7 +59,7 @@ print("after the loop", flush=True)
 
 
 FAMILY = """
-import sys
+import sys, time
 import shoal, torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -77,6 +78,7 @@ for _ in loader.epochs(1_000_000):
         if optimizer.step() and not said:
             said = True
             print("trains", flush=True)
+        time.sleep(0.01)  # else it would take whole processors from the commands that it is looked at with
 print("after the loop", flush=True)
 """
 

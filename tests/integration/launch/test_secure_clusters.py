@@ -210,8 +210,7 @@ def test_a_run_trains_over_tls_and_a_replacement_takes_its_state(cluster: Cluste
     ("strategy", "survives"),
     [
         ("zero2", True),
-        ("tensor", False),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("local_sgd", True), ("pipeline", False))),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("tensor", False), ("local_sgd", True), ("pipeline", False))),
         pytest.param("fsdp", True, marks=pytest.mark.matrix),
     ],
 )
@@ -277,7 +276,10 @@ def test_submitted_runs_are_given_the_flags_and_show_no_secret(cluster: Cluster)
     eventually(lambda: "after the loop" in cluster.asked("worker@ddp", "logs", "--job", "ddp")[1], "its end")
 
 
-@pytest.mark.parametrize("command", ["status", "top", "jobs", "events", "stop", "drain", "kill"])
+@pytest.mark.parametrize(
+    "command",
+    ["status", "events", "stop", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("top", "jobs", "drain", "kill"))],
+)
 def test_a_command_without_a_certificate_is_not_let_in(cluster: Cluster, command: str) -> None:
     more = {"drain": ("0",), "kill": ("0",), "top": ("--once",)}.get(command, ())
     job = () if command == "jobs" else ("--job", "ddp")

@@ -15,9 +15,10 @@ PYTEST_ARGS ?=
 test test-slow parity chaos: export CUDA_VISIBLE_DEVICES :=
 DIST ?= dist
 # Tests wait for other processes, and for leases, a good part of their time: on two cores three processes run them, or two where they compute.
-# A test that is stuck ends its process, and so the run.
+# A test that is stuck ends its process, and so the run. Files go to processes in the order of pyproject.toml's testpaths, not those with the
+# most tests first: the longest have few.
 IN_TWO := --numprocesses=2 --max-worker-restart=0
-IN_THREE := --numprocesses=3 --max-worker-restart=0
+IN_THREE := --numprocesses=3 --max-worker-restart=0 --no-loadscope-reorder
 
 BIN := .venv/bin
 DISTRIBUTIONS := protos common coordinator ps_server worker sdk

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import pytest
+
 from tests.zygote.children import eventually
 
 MISSING = next(
@@ -28,6 +30,8 @@ MISSING = next(
 )
 """Why there is no browser; None: there is one."""
 
+_LISTENS = re.compile(r"started successfully on port (\d+)")
+_TRIES = 10
 _FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars")
 
 
@@ -36,11 +40,8 @@ class Browser:
 
     def __init__(self, directory: Path, *, width: int = 1440, height: int = 1000, dark: bool = False) -> None:
         """`directory`: for its profile and its log. `dark`: the system prefers dark colours."""
-        log = directory / "chromedriver.log"
-        with log.open("wb") as output:
-            self._driver = subprocess.Popen(["chromedriver", "--port=0"], stdout=output, stderr=subprocess.STDOUT)
+        self._driver, port = start_driver(directory / "chromedriver.log")
         try:
-            port = eventually(lambda: re.search(r"started successfully on port (\d+)", log.read_text()), "chromedriver to listen")[1]
             self._address = f"http://127.0.0.1:{port}"
             flags = [*_FLAGS, f"--window-size={width},{height}", f"--user-data-dir={directory / 'profile'}"]
             flags += ["--force-dark-mode"] if dark else []
@@ -108,5 +109,28 @@ class Browser:
             raise AssertionError(f"{method} {path}: {error.read().decode()}") from error
 
     def _end(self) -> None:
-        self._driver.terminate()
-        self._driver.wait(30)
+        _end(self._driver)
+
+
+def start_driver(log: Path) -> tuple[subprocess.Popen[bytes], int]:
+    """A chromedriver, and the port that it listens on.
+
+    It takes any port that is free on ::1, and then wants the same one on 127.0.0.1. Where another process has that, it says so and ends:
+    beside tests that hold hundreds of ports of 127.0.0.1 this happens now and then, and another chromedriver gets another port.
+    """
+    for _ in range(_TRIES):
+        with log.open("wb") as output:
+            driver = subprocess.Popen(["chromedriver", "--port=0"], stdout=output, stderr=subprocess.STDOUT)
+        try:
+            eventually(lambda: driver.poll() is not None or _LISTENS.search(log.read_text()), "chromedriver to listen")  # noqa: B023
+        except BaseException:
+            _end(driver)
+            raise
+        if (listens := _LISTENS.search(log.read_text())) is not None:
+            return driver, int(listens[1])
+    pytest.fail(f"chromedriver ended {_TRIES} times without listening; the last time it said: {log.read_text()}")
+
+
+def _end(driver: subprocess.Popen[bytes]) -> None:
+    driver.terminate()
+    driver.wait(30)

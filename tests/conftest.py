@@ -6,8 +6,10 @@ Ports come from the operating system: servers listen on port 0 and say which the
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -26,6 +28,19 @@ from shoal_common.redis import EmbeddedRedis
 
 from tests.ranks.processes import mpi_ranks, nursery, rank_pool, take_ranks  # noqa: F401 - fixtures
 from tests.zygote.children import zygote  # noqa: F401 - a fixture
+
+
+def heed_interrupts() -> None:
+    """From here on what the tests start ends on Ctrl-C (SIGINT), wherever the tests themselves were started.
+
+    A shell without job control has what runs in its background (`make test &` in a script) ignore SIGINT; whoever is started from there
+    inherits that, and Python then installs no handler. A script that a test interrupts would go on as if nobody had.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+heed_interrupts()
 
 # Hypothesis has a deadline of 200 ms for each example, and another for making them: on a busy machine both are chance. So is which examples
 # are tried, in "searching" (make chaos): what fails there is mended and named in a test, and every run of make test tries the same ones.
@@ -54,6 +69,19 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         if refused is None or version("torch").startswith(_PINNED):
             raise
         pytest.skip(f"refused: {refused.group()}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Thousands of tests and what they import, torch among it, are nearly two million objects, which are there to the end: a collection of
+    garbage that looks through all of them takes a second."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -191,8 +191,6 @@ def test_ctrl_c_while_the_program_is_loaded_ends_it_without_a_traceback(shell: S
     script = shell.script("""
 import os, signal, sys
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background of a shell are started with Ctrl-C ignored
-
 class Interrupter:
     def find_spec(self, name, *_):
         if name == "typer":

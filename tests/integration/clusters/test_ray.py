@@ -68,7 +68,6 @@ class Driver:
             import datetime, json, logging, os, pathlib, shoal, signal
             from training import train
             logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # which tests that run in the background ignore
             HERE = os.getcwd()
             def tell(found):
                 pathlib.Path("told.part").write_text(json.dumps(found))

@@ -80,10 +80,11 @@ class Cluster:
         self.workers[index] = self._zygote.start(*self._program, output=self.output / f"{index}.log", **variables)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """While open, steps are slow: what is waited for in the block happens before the run's end."""
+    def held(self, *, before: int | None = None) -> Iterator[None]:
+        """While open, steps are slow, or the run stands `before` that step (the first is 0): what is waited for in the block happens before
+        the run's end, or before that step."""
         hold = self.output / "hold"
-        hold.touch()
+        hold.write_text("" if before is None else str(before))
         yield
         hold.unlink()
 

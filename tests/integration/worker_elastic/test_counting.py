@@ -45,7 +45,7 @@ def test_every_so_many_steps_survives_a_kill_and_a_replacement_and_skips_and_rep
 @pytest.mark.parametrize(
     ("count_by", "strategy", "operation"),
     [
-        ("enumerate", "ddp", "evaluate"),
+        pytest.param("enumerate", "ddp", "evaluate", marks=pytest.mark.matrix),
         ("own count", "ddp", "evaluate"),
         ("enumerate", "zero3", "evaluate"),
         ("plain save, enumerate", "zero2", "save_checkpoint"),

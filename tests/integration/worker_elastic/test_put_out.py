@@ -9,7 +9,7 @@ from tests.integration.worker_elastic.cluster import cluster
 from tests.zygote.children import Zygote, eventually
 
 SWALLOWS = """
-import os
+import os, time
 import shoal, torch
 from torch import nn
 
@@ -24,6 +24,7 @@ try:
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
+            time.sleep(0.01)  # else it would take a processor until it is put out
 except Exception as error:
     print("swallowed", type(error).__name__, flush=True)
 print("the end of the script", flush=True)

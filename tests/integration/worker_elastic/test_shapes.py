@@ -79,7 +79,7 @@ def test_what_a_script_advances_stays_alike_when_one_rank_misses_the_closing_of_
         check_alike(running.finish(0, 1, 2), alone(shape, strategy), running)
 
 
-@pytest.mark.parametrize("shape", ["flat", "scaler", "averaged"])
+@pytest.mark.parametrize("shape", [pytest.param("flat", marks=pytest.mark.matrix), "scaler", "averaged"])
 def test_a_joiner_gets_the_schedulers_and_scalers_that_nobody_registered(
     zygote: Zygote, tmp_path: Path, alone: Callable[..., dict[str, Any]], shape: str
 ) -> None:

@@ -175,19 +175,26 @@ def test_a_checkpoint_does_not_wait_for_the_shard_of_a_dead_rank_in_a_job_on_hol
         eventually(lambda: "is given up: a rank went away" in running.workers[0].said(), "the first rank to give the checkpoint up")
 
 
-def kill_two_neighbours(running: Cluster, moment: str) -> None:
-    """Ranks 1 and 2 of four, when both are at that moment: one mirrors the other's shard."""
-    neighbours = (1, 2)
+NEIGHBOURS = (1, 2)
+"""Ranks of four, of which one mirrors the other's shard."""
+
+
+def start_with_neighbours_that_stop(running: Cluster, moment: str) -> None:
     for index in range(4):
-        running.start(index, **({"SHOAL_FAILPOINTS": f"{moment}=stop"} if index in neighbours else {}))
-    processes = [psutil.Process(running.workers[index].pid) for index in neighbours]
+        running.start(index, **({"SHOAL_FAILPOINTS": f"{moment}=stop"} if index in NEIGHBOURS else {}))
+
+
+def kill_two_neighbours(running: Cluster, moment: str) -> None:
+    """When both are at that moment."""
+    processes = [psutil.Process(running.workers[index].pid) for index in NEIGHBOURS]
     eventually(lambda: all(process.status() == psutil.STATUS_STOPPED for process in processes), f"both at {moment}")
-    for index in neighbours:
+    for index in NEIGHBOURS:
         running.signal(index, signal.SIGKILL)
 
 
 def test_two_neighbours_that_die_at_once_are_a_loss_that_is_named(zygote: Zygote, tmp_path: Path) -> None:
     with cluster(zygote, tmp_path, max_workers=4, lease_ms=60_000, EPOCHS=str(EPOCHS), MICRO="1", STRATEGY="zero3") as running:
+        start_with_neighbours_that_stop(running, "session.before_apply@15")
         kill_two_neighbours(running, "session.before_apply@15")
         for index in (0, 3):
             eventually(running.workers[index].ended.is_set, "the survivors' end")
@@ -199,8 +206,12 @@ def test_two_neighbours_that_die_at_once_are_a_loss_that_is_named(zygote: Zygote
 def test_two_neighbours_that_die_at_once_take_the_run_back_to_the_newest_checkpoint(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], moment: str
 ) -> None:
-    settings = {"EPOCHS": str(EPOCHS), "MICRO": "1", "STRATEGY": "zero3", "CHECKPOINTS": str(tmp_path / "checkpoints")}
+    checkpoints = tmp_path / "checkpoints"
+    settings = {"EPOCHS": str(EPOCHS), "MICRO": "1", "STRATEGY": "zero3", "CHECKPOINTS": str(checkpoints)}
     with cluster(zygote, tmp_path, max_workers=4, lease_ms=60_000, **settings) as running:
+        with running.held(before=12):  # ranks write their parts beside the steps, and the neighbours may stop before theirs are on the disk
+            start_with_neighbours_that_stop(running, moment)
+            eventually((checkpoints / "step-10").is_dir, "a checkpoint to go back to")
         kill_two_neighbours(running, moment)
         for result in running.finish(0, 3):
             assert {name: result[name] for name in ("steps", "digest", "lr", "evaluations")} == {

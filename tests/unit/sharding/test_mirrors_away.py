@@ -92,11 +92,17 @@ def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[MarkedMemory]:
     oracle.reference.cache_clear()
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 @pytest.mark.parametrize(
-    "faults",
-    [["b dies at point 60"], ["b dies at point 103", "at point 110 of a: one more joins"], ["a dies at point 90", "c dies at point 150"]],
-    ids=["a death", "a death and a joiner", "two deaths"],
+    ("strategy", "faults"),
+    [
+        pytest.param(strategy, faults, id=f"{name}-{strategy}", marks=() if strategy == quick else pytest.mark.matrix)
+        for name, quick, faults in (
+            ("a death", "zero3", ["b dies at point 60"]),
+            ("a death and a joiner", "zero1", ["b dies at point 103", "at point 110 of a: one more joins"]),
+            ("two deaths", "zero2", ["a dies at point 90", "c dies at point 150"]),
+        )
+        for strategy in ("zero1", "zero2", "zero3")
+    ],
 )
 def test_a_mirror_that_is_away_takes_the_place_of_its_owners_shard(strategy: str, faults: list[str], short_of_memory: MarkedMemory) -> None:
     verdict = oracle.run(parse("\n".join([f"{strategy}, loop save, 4 ranks, replaced, schedule 1", *faults])))

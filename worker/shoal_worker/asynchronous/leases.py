@@ -200,8 +200,9 @@ class CoordinatorLeases:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(_LAST_WORD_S)
+            thread, self._thread = self._thread, None  # whoever closes it again does not wait again
+        if thread is not None:
+            thread.join(_LAST_WORD_S)
 
     # ------------------------------------------------------------------------------------------ the training thread, with the lock
 

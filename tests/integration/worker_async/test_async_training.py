@@ -43,6 +43,22 @@ def test_workers_start_with_rank_0s_weights_and_reach_the_solution_together(clus
     assert results[0]["parameters"] == results[1]["parameters"] == results[2]["parameters"]
 
 
+@pytest.mark.parametrize("together", [2, 1])
+def test_workers_begin_with_rank_0s_buffers_and_a_joiner_with_a_peers(cluster: Make, together: int) -> None:
+    """Each script draws its random features from another seed; workers that train through different ones train nothing in common."""
+    running = cluster(together=together)
+    workers = []
+    for seed in range(2):
+        workers.append(running.start_worker(seed=seed, random_features=True, epochs=2, hold_at=[1]))
+        if seed == 1 or together == 1:
+            workers[seed].wait_step(1)
+    for worker in workers:
+        worker.go(1)
+    results = [worker.result() for worker in workers]
+    assert sorted(results[0]["first_buffers"]) == ["0.scales", "0.table"]
+    assert results[0]["first_buffers"] == results[1]["first_buffers"]
+
+
 def test_a_killed_workers_batches_are_done_by_others_who_do_not_notice(cluster: Make) -> None:
     running = cluster(together=3)
     victim = running.start_worker(epochs=2, options=EACH_BY_ITSELF, hold_at=[3])

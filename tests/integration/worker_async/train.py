@@ -37,6 +37,18 @@ def network(seed: int, *, deep: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, width), nn.Tanh(), *more, nn.Linear(width, 1))
 
 
+class RandomFeatures(nn.Module):
+    """Features that the process has drawn; one of the two tables is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(FEATURES, FEATURES))
+        self.register_buffer("scales", torch.rand(FEATURES), persistent=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(inputs @ self.table * self.scales)
+
+
 def squared_error(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
     inputs, targets = batch
     return {"squared_error": nn.functional.mse_loss(model(inputs), targets, reduction="sum"), "samples": torch.tensor(len(inputs))}
@@ -68,6 +80,8 @@ def main(arguments: Sequence[str]) -> int:
             options[name] = timedelta(seconds=options.pop(f"{name}_s"))
     shoal.init()
     net = network(config.get("seed", 0), deep=config.get("deep", 0))
+    if config.get("random_features"):
+        net = nn.Sequential(RandomFeatures(), net)
     kind = getattr(torch.optim, config.get("optimizer", "SGD"))
     settings = config.get("settings", {"lr": 0.05})
     if "outer" in config:
@@ -82,6 +96,7 @@ def main(arguments: Sequence[str]) -> int:
     loader = shoal.ElasticDataLoader(problem(), batch_size=config.get("batch_size", 8), name="train")
     evaluation = shoal.ElasticDataLoader(problem(), batch_size=64, train=False)
     first_parameters: dict[str, Any] = {}
+    first_buffers: dict[str, Any] = {}
     steps, statuses, epochs = 0, [], []
     computed_on: list[int] = []
     """A hash of the parameters of each step."""
@@ -93,6 +108,7 @@ def main(arguments: Sequence[str]) -> int:
                 break
             if steps == 0:
                 first_parameters = {name: value.tolist() for name, value in net.named_parameters()}
+                first_buffers = {name: value.tolist() for name, value in net.named_buffers()}
             computed_on.append(checksum(torch.cat([value.detach().flatten() for value in net.parameters()]).numpy().data))
             model.train_step(inputs, targets, nn.functional.mse_loss)
             statuses.append(bool(optimizer.step()))
@@ -117,6 +133,7 @@ def main(arguments: Sequence[str]) -> int:
         "epochs": epochs,
         "computed_on": computed_on,
         "first_parameters": first_parameters,
+        "first_buffers": first_buffers,
         "parameters": {name: value.tolist() for name, value in model.full_state_dict().items()},
         "error": sums["squared_error"] / sums["samples"],
         "lr": optimizer.param_groups[0]["lr"],

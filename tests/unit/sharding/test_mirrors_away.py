@@ -9,6 +9,8 @@ import pytest
 import shoal
 import torch
 from shoal_common.errors import ConfigurationError
+from shoal_worker.elastic.worker_process import current_session
+from shoal_worker.engine.several_models import SeveralEngines
 from shoal_worker.sharding import mirrors
 from shoal_worker.sharding.sharded_state import ShardedState
 from shoal_worker.state.digest import state_digest
@@ -21,6 +23,17 @@ from tests.simulation.scenario import parse
 STRATEGIES = ("zero1", "zero2", "zero3", "fsdp")
 
 
+def mirrored(optimizer: Any) -> list[torch.Tensor]:
+    """What a rank holds of others' shards, and of the optimizer's state of them."""
+    held = optimizer._engine._held
+    assert isinstance(held, ShardedState)
+    found: list[torch.Tensor] = []
+    for unit in held.units:
+        found += [value for piece in unit.mirror.pieces for value in optimizer.optimizer.state.get(piece, {}).values() if value.dim()]
+        found += [unit.mirror.shard] if unit.apart else []
+    return [each for each in found if each.numel()]
+
+
 def train(strategy: str, options: dict[str, Any], away: list[bool]) -> int:
     """What a rank does. Notes in each step, behind its passes, whether what it mirrors is away."""
     torch.manual_seed(0)
@@ -31,12 +44,7 @@ def train(strategy: str, options: dict[str, Any], away: list[bool]) -> int:
     samples = torch.utils.data.TensorDataset(torch.randn(48, 6, generator=draw), torch.arange(48) % 2)
     for x, y in shoal.ElasticDataLoader(samples, global_batch_size=6, shuffle=False):
         nn.functional.cross_entropy(model(x), y).backward()
-        held = optimizer._engine._held
-        assert isinstance(held, ShardedState)
-        for unit in held.units:
-            states = [value for piece in unit.mirror.pieces for value in optimizer.optimizer.state.get(piece, {}).values() if value.dim()]
-            tensors = [each for each in [*states, *([unit.mirror.shard] if unit.apart else [])] if each.numel()]
-            away += [getattr(tensor, "is_away", False) for tensor in tensors]
+        away += [getattr(tensor, "is_away", False) for tensor in mirrored(optimizer)]
         model.clip_grad_norm_(0.5)
         optimizer.step()
         optimizer.zero_grad()
@@ -66,6 +74,41 @@ def test_training_comes_to_the_same_bits_with_mirrors_in_the_hosts_memory(strate
     assert shoal.launch(train, strategy, {"mirrors": "host"}, away, world_size=3) == expected
     assert all(away)
     assert len(memories) == 3
+
+
+def train_two(strategy: str, where: str, away: list[bool]) -> int:
+    """A discriminator and a generator. In each step the discriminator's update is withdrawn and reinstated, as where a rank asks its peers
+    whether the step counts. Notes whether what the rank mirrors of both is away behind their passes."""
+    torch.manual_seed(0)
+    nets = [nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 6)), nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 1))]
+    adams = [torch.optim.AdamW(net.parameters(), 0.01) for net in nets]
+    (generator, discriminator), optimizers = shoal.as_distributed(nets, adams, strategy=strategy, mirrors=where)
+    draw = torch.Generator().manual_seed(1)
+    samples = torch.utils.data.TensorDataset(torch.randn(24, 6, generator=draw), torch.randn(24, 3, generator=draw))
+    for real, noise in shoal.ElasticDataLoader(samples, global_batch_size=6, shuffle=False):
+        (discriminator(generator(noise).detach()) - discriminator(real)).mean().backward()
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        discriminator(generator(noise)).mean().neg().backward()
+        engine = current_session().engine
+        assert isinstance(engine, SeveralEngines)
+        engine.withdraw_updates()
+        engine.reinstate_updates()
+        away += [getattr(each, "is_away", False) for each in mirrored(optimizers[0])]
+        optimizers[0].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    return state_digest([generator.full_state_dict(), discriminator.full_state_dict(), *(each.state_dict() for each in optimizers)])
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_so_does_training_of_several_models(strategy: str, memories: list[MarkedMemory]) -> None:
+    expected = shoal.launch(train_two, strategy, "device", [], world_size=3)
+    away: list[bool] = []
+    assert shoal.launch(train_two, strategy, "host", away, world_size=3) == expected
+    assert all(away)
+    assert away
+    assert all(memory.moves for memory in memories)
 
 
 def test_mirrors_stay_on_a_device_that_is_not_short_of_memory(memories: list[MarkedMemory]) -> None:

@@ -142,6 +142,27 @@ def test_a_step_that_one_rank_ends_and_another_goes_on_with_is_told(ranks: list[
     assert one.waiting.verdict == other.ended
 
 
+def test_what_a_rank_issues_in_the_next_step_is_not_noted_for_the_step_that_it_waited_in(ranks: list[Rank]) -> None:
+    """The rank goes on just when its detector has begun to look."""
+    one, other = ranks
+    for rank in ranks:
+        rank.steps_of("train")
+        rank.course.begin(1, 4)
+        rank.course.add(GRADIENTS)
+
+    def goes_on() -> bytes:
+        one.waiting.__exit__()
+        one.course.begin(1, 5)
+        one.course.add(FORWARD)
+        return b"[4]"
+
+    one.issued = goes_on  # type: ignore[method-assign]
+    with other.waiting:
+        one.waiting.__enter__()
+        look(one, other)
+    assert one.ended is other.ended is other.waiting.verdict is None
+
+
 def test_ranks_of_which_one_has_come_further_in_its_course_wait_on(ranks: list[Rank]) -> None:
     one, other = ranks
     for rank in ranks:

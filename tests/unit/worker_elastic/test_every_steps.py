@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import shoal
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
+from shoal_worker.elastic.channel import LocalChannel
+from shoal_worker.elastic.operations import Body
 from shoal_worker.elastic.worker_process import current_session, set_session
 from torch import nn
 
@@ -114,6 +117,28 @@ def test_inside_a_step_it_is_refused_with_the_right_place(tmp_path: Path) -> Non
         take_step(model, optimizer, batch)
         shoal.save_checkpoint(tmp_path, every_steps=2)
     assert shoal.evaluate(model, validation(), count, every_steps=6) is not None
+
+
+def test_an_evaluation_in_which_the_ranks_go_back_to_a_checkpoint_is_of_the_checkpoints_model_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, optimizer, loader = start()
+    session, saved = current_session(), []
+    for batch in loader:
+        take_step(model, optimizer, batch)
+        saved.append((model.weight.item(), copy.deepcopy(session.assemble(LocalChannel()))))
+        if len(saved) == 3:
+            break
+
+    def goes_back_on_the_way(_: str, body: Body) -> Any:
+        body(LocalChannel())
+        session.replace_state(LocalChannel(), saved[0][1])
+        return body(LocalChannel())
+
+    monkeypatch.setattr(session, "operation", goes_back_on_the_way)
+    told = shoal.evaluate(model, validation(), lambda net, batch: {"weight": net.weight.sum()})
+    assert saved[0][0] != saved[2][0]
+    assert told == {"weight": pytest.approx(3 * saved[0][0])}
 
 
 @pytest.mark.parametrize("every", [0, -1, 2.5, True, "5"])

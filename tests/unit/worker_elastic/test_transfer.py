@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -109,13 +110,50 @@ def test_a_damaged_block_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     donor.close()
 
 
-def test_donors_that_differ_are_not_mixed() -> None:
-    first, second = StateDonor("127.0.0.1"), StateDonor("127.0.0.1")
-    with first.offering({"x": torch.zeros(3_000_000)}, NONCE), second.offering({"x": torch.ones(3_000_000)}, NONCE):
-        taken, _ = take_state([first.address, second.address], NONCE, timeout=TIMEOUT)
-    first.close()
-    second.close()
-    assert torch.equal(taken["x"], torch.zeros(3_000_000))
+def test_donors_that_differ_are_not_mixed(caplog: pytest.LogCaptureFixture) -> None:
+    zeros, ones = {"x": torch.zeros(3_000_000)}, {"x": torch.ones(3_000_000)}
+    assert torch.equal(taken_from(zeros, ones, zeros)["x"], zeros["x"])
+    assert "donors of one state name hold different states" in caplog.text
+
+
+def test_a_digest_that_a_device_has_made_is_not_compared_with_the_hosts(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host's donors share the work, though one on a device has equal tensors under another digest."""
+    same = {"x": torch.arange(3_000_000.0)}
+    made = transfer._encode_header
+
+    def on_a_device(structure: Any, tensors: dict[str, torch.Tensor]) -> bytes:
+        header = json.loads(made(structure, tensors))
+        return json.dumps(header | {"digest": "0" * 16, "places": "cuda"}).encode()
+
+    encoders = iter([made, on_a_device, made])
+
+    def encode(structure: Any, tensors: dict[str, torch.Tensor]) -> bytes:
+        return next(encoders)(structure, tensors)
+
+    served, send = [], transfer._send_part
+
+    def send_part(connection: socket.socket, offer: Any, part: int, parts: int) -> None:
+        served.append((part, parts))
+        send(connection, offer, part, parts)
+
+    monkeypatch.setattr(transfer, "_encode_header", encode)
+    monkeypatch.setattr(transfer, "_send_part", send_part)
+    assert torch.equal(taken_from(same, same, same)["x"], same["x"])
+    assert "hold different states" not in caplog.text
+    assert sorted(part for part in served if part[1] == 2) == [(0, 2), (1, 2)]
+
+
+def taken_from(*states: Any) -> Any:
+    """The state that is taken from donors which offer these."""
+    with contextlib.ExitStack() as stack:
+        donors = []
+        for each in states:
+            donors.append(StateDonor("127.0.0.1"))
+            stack.callback(donors[-1].close)
+            stack.enter_context(donors[-1].offering(each, NONCE))
+        return take_state([donor.address for donor in donors], NONCE, timeout=TIMEOUT)[0]
 
 
 def test_peers_are_told_another_address_than_is_listened_on_where_they_reach_it_there() -> None:

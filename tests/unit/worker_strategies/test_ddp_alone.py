@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import shoal
 import torch
+from shoal_common.errors import MembershipChanged
 from shoal_worker.elastic.worker_process import current_session, set_session
 from torch import nn
 
@@ -446,3 +447,26 @@ def test_torchrun_without_a_coordinator_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(shoal.ConfigurationError, match="shoal run"):
         shoal.init()
+
+
+@pytest.mark.parametrize(("clears", "told"), [("never", True), ("first", False), ("last", False), ("by hand", False)])
+def test_gradients_that_a_lost_step_would_have_added_to_are_not_lost_without_a_word(
+    clears: str, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = network()
+    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
+    outcomes = []
+    for inputs, labels in shoal.ElasticDataLoader(data(32), global_batch_size=8):
+        if clears == "first":
+            optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+        if len(outcomes) == 2:
+            current_session().mark_lost(MembershipChanged("a peer is gone"))
+        outcomes.append(bool(optimizer.step()))
+        if clears == "last":
+            optimizer.zero_grad()
+        elif clears == "by hand":
+            for parameter in net.parameters():
+                parameter.grad = None
+    assert outcomes == [True, True, False, True, True]
+    assert ("gradients of the steps before" in caplog.text) is told

@@ -240,3 +240,22 @@ def test_so_is_one_whose_batch_sampler_draws(sampler: Any) -> None:
 
     with pytest.raises(shoal.ConfigurationError, match=f"draws its samples with {type(sampler).__name__}"):
         shoal.launch(rank, world_size=1)
+
+
+class MoreThanItSays:
+    """A loader that gives a last, short batch, which it does not count."""
+
+    def __len__(self) -> int:
+        return SAMPLES // 48
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(EVERY_NUMBER.split(48))
+
+
+def test_a_loader_that_gives_more_batches_than_its_length_is_refused_for_an_evaluation() -> None:
+    def rank() -> None:
+        model = shoal.as_distributed(nn.Linear(1, 1))
+        shoal.evaluate(model, MoreThanItSays(), lambda net, batch: {"samples": len(batch)})
+
+    with pytest.raises(shoal.ConfigurationError, match="MoreThanItSays says that it has 3 batches, and gives more"):
+        shoal.launch(rank, world_size=2)

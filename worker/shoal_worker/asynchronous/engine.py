@@ -154,7 +154,7 @@ class AsyncEngine(Engine):
         if membership is not None:
             self._job, self._leases = job, CoordinatorLeases(job, ahead=self._async_options.lease_ahead)
             if self._own.donor is not None:
-                self._handover = Handover(self._own.donor, job, self._session.registered, optimizers)
+                self._handover = Handover(self._own.donor, job, self._session.registered, optimizers, self.module)
         return job
 
     def _outer_steps(self, optimizers: Optimizers, *, steps: int) -> OuterSteps:
@@ -174,7 +174,9 @@ class AsyncEngine(Engine):
         self._require_servers().start(has_values=has_values, joins_late=self._joins_late)
         self._started = True
         if self._joins_late and not (self._handover is not None and self._handover.take()):
-            _log.warning("no peer could give its registered state and schedule; those of this joiner begin anew")
+            _log.warning("no peer could give its registered state, schedule and buffers; those of this joiner begin anew")
+        elif not self._joins_late and self._handover is not None:
+            self._handover.take_first_buffers()
 
     def _materialize(self) -> None:
         materialize(self.module, self.optimizer, self._session.device)

@@ -70,13 +70,21 @@ class Job:
 
     def peers_before(self) -> list[Peer]:
         """Those in the newest generation that were in one before and have a donor, by rank."""
+        peers = self._peers_at(slice(None))
+        return [p for p in peers if not p.joining and p.member_id != self.member_id and p.donor_address and p.donor_key]
+
+    def first_peer(self) -> Peer | None:
+        """Rank 0 of the newest generation; None: this worker is it, or it has no donor, or is not known."""
+        others = [p for p in self._peers_at(slice(1)) if p.member_id != self.member_id and p.donor_address and p.donor_key]
+        return others[0] if others else None
+
+    def _peers_at(self, ranks: slice) -> Sequence[Peer]:
         newest = self._link.newest_generation
         try:
-            peers = list(newest.peers) if newest is not None else []
+            return newest.peers[ranks] if newest is not None else ()
         except (MembershipChanged, UnavailableError) as error:
             _log.info("who has a state to give is not known: %s", error)
-            return []
-        return [p for p in peers if not p.joining and p.member_id != self.member_id and p.donor_address and p.donor_key]
+            return ()
 
     def entered(self) -> bool:
         """Changes of membership do not interrupt asynchronous training: this worker is in the newest generation at once, and says so.

@@ -4,9 +4,9 @@ Two kinds: **residuals** (error feedback: what was left out, owed to later steps
 (PowerSGD's factors), which are the same on all ranks. A step only *proposes* new ones. They count when the step commits; a step that is
 lost leaves none, so that its redo starts from what its first attempt started from.
 
-A lost rank's residuals are lost with it. That is bounded: a residual is at most a fixed multiple of the gradients of the last steps
-(Karimireddy et al. 2019, lemma 3: E||e||^2 <= 4 (1 - d) / d^2 max ||g||^2 for a compressor that contracts by d), so at most one such update
-goes missing, once. A rank that joins owes nothing. Warm starts must be given to it with the model.
+The residuals of a rank that dies or leaves are lost with it. That is bounded: a residual is at most a fixed multiple of the gradients of
+the last steps (Karimireddy et al. 2019, lemma 3: E||e||^2 <= 4 (1 - d) / d^2 max ||g||^2 for a compressor that contracts by d), so at most
+one such update goes missing, once. A rank that joins owes nothing. Warm starts must be given to it with the model.
 
 Belongs to the training thread.
 """

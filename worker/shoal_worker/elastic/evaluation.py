@@ -225,14 +225,23 @@ class IteratedBatches:
         return len(self._loader)
 
     def read(self, numbers: Iterable[int]) -> Iterator[tuple[int, Any]]:
-        """See `Batches`."""
+        """See `Batches`.
+
+        Raises:
+            ConfigurationError: behind the last batch there is one more.
+        """
         wanted = set(numbers)
         for number, batch in enumerate(self._loader):
+            if number == len(self):
+                raise ConfigurationError(
+                    f"evaluate: {type(self._loader).__name__} says that it has {len(self)} batches, and gives more, which no rank would "
+                    "compute; have its __len__ give the number of its batches, or use ElasticDataLoader(train=False)"
+                )
             if number in wanted:
                 yield number, batch
                 wanted.discard(number)
-                if not wanted:
-                    return
+            if not wanted and number != len(self) - 1:
+                return
 
 
 def evaluate(
@@ -243,6 +252,7 @@ def evaluate(
     In a joiner that still replays its script only the first batch is computed: nobody uses the answer.
     """
     results: dict[int, Sums] = {}
+    computed_at = session.steps
 
     def dealt(held: Collection[int], ended: Iterable[str], rank: int, world_size: int) -> Any:
         if isinstance(batches, StreamedBatches):
@@ -258,6 +268,10 @@ def evaluate(
         return batches.ended if isinstance(batches, StreamedBatches) else "{}"
 
     def body(channel: Channel) -> Sums:
+        nonlocal computed_at
+        if computed_at != session.steps:  # the ranks went back to a checkpoint meanwhile: what is there is of another model
+            results.clear()
+            computed_at = session.steps
         own = json.dumps([batches.dealing, sorted(results), ended()]).encode()
         everyones_own = [json.loads(told) for told in channel.exchange(own)]
         dealings = [dealing for dealing, _, _ in everyones_own]

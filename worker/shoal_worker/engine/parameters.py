@@ -229,10 +229,19 @@ def unsaved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if name not in saved}
 
 
-@torch.no_grad()
 def take_unsaved(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
     """Gives the module a peer's `unsaved_buffers`, as far as they fit: a cache may have any shape."""
-    for name, own in unsaved_buffers(module).items():
+    _take_buffers(module, unsaved_buffers(module), buffers)
+
+
+def take_buffers(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Gives the module a peer's buffers, those that state_dict has and those that it leaves out, as far as they fit."""
+    _take_buffers(module, dict(module.named_buffers(remove_duplicate=False)), buffers)
+
+
+@torch.no_grad()
+def _take_buffers(module: nn.Module, owned: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
+    for name, own in owned.items():
         value = buffers.get(name)
         if value is None or (value.shape, value.dtype) != (own.shape, own.dtype) or torch.equal(own, there := value.to(own.device)):
             continue

@@ -1,8 +1,7 @@
 """A batch, cut into the micro-batches that go through the pipeline one after the other.
 
 Every rank of a pipeline cuts the same batch in the same way. Micro-batches may be of unequal size: sizes differ by one sample at most, and
-a
-batch of fewer samples than micro-batches gives one per sample.
+a batch of fewer samples than micro-batches gives one per sample.
 """
 
 from __future__ import annotations
@@ -125,7 +124,8 @@ def cut_batch(
 ) -> list[MicroBatch]:
     """Cuts a batch into `count` micro-batches along the first dimension, or one for each sample if those are fewer.
 
-    Tensors of one dimension or more are cut and must have the same number of rows; all else is the same for all micro-batches.
+    Tensors of one dimension or more are cut and must have the same number of rows; all else is the same for all micro-batches. A tensor
+    that is no batch and has as many rows by chance, such as a mask of T x T with T samples, cannot be told from one, and is cut as well.
 
     Args:
         inputs: See `MicroBatch`.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -47,6 +48,10 @@ from shoal_worker.state.digest import digest_of, state_tensors
 from shoal_worker.tables import check_unscaled
 from shoal_worker.torch_internals import uncompiled
 
+_log = logging.getLogger(__name__)
+
+_CLEAR = "Call optimizer.zero_grad() in every step; to accumulate over several batches, give micro_batch_size= to the loader"
+
 
 class ReplicatedEngine(Engine):
     """A replica of the whole model on every rank."""
@@ -58,6 +63,8 @@ class ReplicatedEngine(Engine):
         self._compression = compression_of(self.config.compressor, self._session)
         self._skipped = False
         """A GradScaler found the step's gradients unusable."""
+        self._uncleared_in: tuple[int, int] | None = None
+        """Generation and number of ranks in which a step was committed whose gradients nobody has cleared since."""
         self._overlapped: OverlappedReduction | None = None
         self._accumulated: AccumulatedReduction | None = None
         self._attached = False
@@ -107,6 +114,8 @@ class ReplicatedEngine(Engine):
                 "the gradients of this step are reduced already, by train_step, clip_grad_norm_ or synchronize_gradients: do all backward "
                 "passes of a step before; to accumulate, give micro_batch_size= to the loader and loop over loader.steps()"
             )
+        if self._uncleared_in is not None and all(parameter.grad is None for parameter in self.module.parameters()):
+            self._uncleared_in = None
         if self._session.elastic:
             self._reduction().prepare()
         return self._session.elastic
@@ -322,6 +331,10 @@ class ReplicatedEngine(Engine):
     @torch.no_grad()
     def discard_step(self) -> None:
         """See `TrainingEngine`."""
+        step = self._session.step
+        if step is not None and step.lost is not None and self._uncleared_in is not None:
+            _log.warning("the gradients of the steps before, which the lost step would have added to, are gone with it. %s", _CLEAR)
+        self._uncleared_in = None
         for reduction in (self._overlapped, self._accumulated):
             if reduction is not None:
                 reduction.discard()
@@ -344,6 +357,17 @@ class ReplicatedEngine(Engine):
             self._compression.commit(unusable=self._skipped)
         if self._tables is not None:
             self._tables.commit()
+        self._note_uncleared()
+
+    def _note_uncleared(self) -> None:
+        """Torch's backward pass adds to gradients that are not cleared. The ranks have the same ones, but for one that has come since."""
+        group = self._session.group
+        now = (group.generation.number, group.world_size) if group is not None else (0, 1)
+        before = self._uncleared_in
+        if before is not None and before[0] != now[0] and before[1] <= now[1]:
+            _log.warning("ranks that have come since the last step do not have its gradients, which this step has added to. %s", _CLEAR)
+        carries = not self._in_micro_batches and not self._setup.several and any(p.grad is not None for p in self.module.parameters())
+        self._uncleared_in = now if carries else None
 
     def _accumulation(self) -> AccumulatedReduction:
         if self._accumulated is None:
@@ -374,6 +398,7 @@ class ReplicatedEngine(Engine):
     def zero_grad(self, clear: Callable[[], None]) -> None:
         """See `Engine`."""
         clear()
+        self._uncleared_in = None
         if self._tables is not None:
             self._tables.drop_gradients()
 

@@ -16,8 +16,8 @@ Modeling", 2024). Then the optimizer's state is the worker's, and 2P bytes are s
 together (docs/decisions/0202).
 
 What is each worker's own: buffers (BatchNorm statistics), random numbers, registered state, `clip_grad_norm_` (of its own gradient),
-`evaluate` (every rank computes all of it, with the values that it pulled last) and `should_early_stop`. A joiner's registered state and
-schedule go on from a peer's.
+`evaluate` (every rank computes all of it, with the values that it pulled last) and `should_early_stop`. Workers begin with rank 0's
+buffers. A joiner's buffers, registered state and schedule go on from a peer's.
 """
 
 from __future__ import annotations

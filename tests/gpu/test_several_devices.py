@@ -19,7 +19,7 @@ from tests.gpu import training
 from tests.gpu.devices import is_there, lease_ms, needs, rehearsal
 from tests.gpu.fresh import Fresh
 from tests.integration.worker_elastic.cluster import cluster
-from tests.zygote.children import Zygote
+from tests.zygote.children import Zygote, eventually
 
 Starter = Callable[[str], Zygote]
 SCRIPT = Path(training.__file__)
@@ -100,6 +100,30 @@ def test_a_worker_lost_in_the_middle_of_an_all_reduce_costs_the_others_nothing(
         lost.kill(signal.SIGKILL)
         assert lost.wait() == -signal.SIGKILL
     assert {result["world"] for result in results} == {place.workers - 1}
+    assert {result["digest"] for result in results} == {undisturbed(strategy)}
+
+
+@pytest.mark.timeout(5400)
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("times", [1, pytest.param(9, marks=pytest.mark.soak)])
+def test_steps_that_are_done_again_end_with_the_same_bits(
+    starter: Starter, tmp_path: Path, place: Place, undisturbed: Callable[[str], str], strategy: str, times: int
+) -> None:
+    """One worker loses its group in the middle of summing gradients, so many times in each of 24 steps; the redo uses the same memory. On
+    the host in three steps: the coordinator waits for up to 5 s where one generation after the other fails."""
+    if place.kind == "cpu" and times > 1:
+        pytest.skip("the rehearsal does a step again once")
+    steps = range(training.STEPS if place.kind == "cuda" else 3)
+    points = [f"reduction.under_way@{1 + step * (times + 1) + again}=lose" for step in steps for again in range(times)]
+    settings = {**place.settings(strategy), "DETERMINISTIC": "1"}
+    with cluster(
+        starter(place.kind), tmp_path, max_workers=place.workers, lease_ms=lease_ms(place.kind), script=SCRIPT, **settings
+    ) as running:
+        for index in range(place.workers):
+            running.start(index, **({"SHOAL_FAILPOINTS": ",".join(points)} if index == 1 else {}))
+        eventually(lambda: all(worker.ended.is_set() for worker in running.workers.values()), "the workers to end", within_s=5000)
+        results = running.finish(*range(place.workers))
+    assert {result["world"] for result in results} == {place.workers}
     assert {result["digest"] for result in results} == {undisturbed(strategy)}
 
 

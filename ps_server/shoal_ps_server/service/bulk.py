@@ -140,10 +140,12 @@ class BulkServer:
         self._accepting.append(asyncio.create_task(self._accept(listener, transport, context)))
 
     async def _accept(self, listener: socket.socket, transport: Transport, context: ssl.SSLContext | None) -> None:
-        loop = asyncio.get_running_loop()
         while True:
+            await _someone_comes(listener)
             try:
-                connected, _ = await loop.sock_accept(listener)
+                connected, _ = listener.accept()
+            except BlockingIOError:  # gone again
+                continue
             except OSError as error:  # out of descriptors, say, which passes
                 logger.warning("no bulk connection could be accepted", extra={"error": error})
                 await asyncio.sleep(0.1)
@@ -358,6 +360,18 @@ class _Incoming:
         if frame.kind not in (Kind.DATA, Kind.PARTITION):
             raise malformed(f"{frame.kind.name} in an upload")
         return frame
+
+
+async def _someone_comes(listener: socket.socket) -> None:
+    """Returns when somebody wants to connect. asyncio's own sock_accept accepts, and loses the connection where its task is cancelled just
+    then: nobody would close it, and its other end would wait."""
+    loop = asyncio.get_running_loop()
+    came = asyncio.Event()
+    loop.add_reader(listener, came.set)
+    try:
+        await came.wait()
+    finally:
+        loop.remove_reader(listener)
 
 
 def _check_speaker(claimed: str, member_id: str) -> None:

@@ -8,7 +8,7 @@ import ssl
 import threading
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -386,6 +386,27 @@ def test_a_server_that_stops_lets_a_stream_end_and_cuts_idle_connections(serving
             await stopping
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection(("127.0.0.1", made.server.port))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_who_connects_in_the_moment_in_which_the_server_stops_is_hung_up_on(serving, turns) -> None:
+    """Not accepted and forgotten. It stops so many turns of the event loop after they have come."""
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        async with serving() as made:
+            await asyncio.sleep(0.05)  # until it waits for somebody
+            with socket.socket(socket.AF_UNIX) as comer:
+                comer.connect(f"\0{made.server.memory_name}")
+                comer.setblocking(False)
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                await made.server.drain_and_stop(timedelta(0))
+                async with asyncio.timeout(10):
+                    with suppress(ConnectionResetError):
+                        assert await loop.sock_recv(comer, 1) == b""
 
     asyncio.run(scenario())
 

@@ -14,10 +14,9 @@ ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = ("protos", "common", "coordinator", "ps_server", "worker", "sdk")
 PROJECTS = {folder: tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"] for folder in FOLDERS}
 OWN = {canonicalize_name(project["name"]) for project in PROJECTS.values()}
+PINS = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
 PINNED = {
-    canonicalize_name(line.partition("==")[0]): line.partition("==")[2]
-    for line in (ROOT / "constraints.txt").read_text().splitlines()
-    if line and not line.startswith("#")
+    canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin in PINS if pin.marker is None or pin.marker.evaluate()
 }
 
 

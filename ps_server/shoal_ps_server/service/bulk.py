@@ -144,6 +144,7 @@ class BulkServer:
             await _someone_comes(listener)
             try:
                 connected, _ = listener.accept()
+                connected.setblocking(False)
             except BlockingIOError:  # gone again
                 continue
             except OSError as error:  # out of descriptors, say, which passes

@@ -15,9 +15,7 @@ FOLDERS = ("protos", "common", "coordinator", "ps_server", "worker", "sdk")
 PROJECTS = {folder: tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"] for folder in FOLDERS}
 OWN = {canonicalize_name(project["name"]) for project in PROJECTS.values()}
 PINS = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
-PINNED = {
-    canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin in PINS if pin.marker is None or pin.marker.evaluate()
-}
+PINNED = {canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin in PINS if pin.marker is None or pin.marker.evaluate()}
 
 
 def asked_for() -> Iterator[Requirement]:

@@ -6,12 +6,14 @@ Debian's packages chromium and chromium-driver have both; tests that use them ar
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import re
 import shutil
 import subprocess
 import urllib.error
 import urllib.request
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -121,14 +123,17 @@ def start_driver(log: Path) -> tuple[subprocess.Popen[bytes], int]:
     for _ in range(_TRIES):
         with log.open("wb") as output:
             driver = subprocess.Popen(["chromedriver", "--port=0"], stdout=output, stderr=subprocess.STDOUT)
-        try:
-            eventually(lambda: driver.poll() is not None or _LISTENS.search(log.read_text()), "chromedriver to listen")  # noqa: B023
-        except BaseException:
-            _end(driver)
-            raise
-        if (listens := _LISTENS.search(log.read_text())) is not None:
-            return driver, int(listens[1])
+        with contextlib.ExitStack() as unless_it_listens:
+            unless_it_listens.callback(_end, driver)
+            eventually(partial(_listens_or_ended, driver, log), "chromedriver to listen")
+            if (listens := _LISTENS.search(log.read_text())) is not None:
+                unless_it_listens.pop_all()
+                return driver, int(listens[1])
     pytest.fail(f"chromedriver ended {_TRIES} times without listening; the last time it said: {log.read_text()}")
+
+
+def _listens_or_ended(driver: subprocess.Popen[bytes], log: Path) -> bool:
+    return driver.poll() is not None or _LISTENS.search(log.read_text()) is not None
 
 
 def _end(driver: subprocess.Popen[bytes]) -> None:

@@ -31,7 +31,7 @@ from tests.zygote.children import zygote  # noqa: F401 - a fixture
 
 
 def heed_interrupts() -> None:
-    """From here on what the tests start ends on Ctrl-C (SIGINT), wherever the tests themselves were started.
+    """Sees to it that processes which the tests start end on Ctrl-C (SIGINT), also where the tests run in the background of a shell.
 
     A shell without job control has what runs in its background (`make test &` in a script) ignore SIGINT; whoever is started from there
     inherits that, and Python then installs no handler. A script that a test interrupts would go on as if nobody had.

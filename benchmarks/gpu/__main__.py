@@ -123,35 +123,22 @@ def _copies(device: torch.device, what: str) -> Table:
     )
 
 
+def _medians(name: str, ones: groups.GroupsOfOne, of: str) -> Row:
+    """A row with the median of one of its lists of seconds, and the memory that its groups have lost."""
+    seconds: tuple[float, ...] = getattr(ones, of)
+    cells = {"ms": f"{1e3 * statistics.median(seconds):.1f}", "memory lost, MiB": f"{ones.lost_bytes / 2**20:.1f}"}
+    return Row(name=name, command=_COMMAND, cells=cells, samples={of: seconds})
+
+
 def _groups(what: str) -> Table:
     ones, many = groups.come_and_go(CudaDevice), groups.collectives(CudaDevice)
     finalized, parts = groups.come_and_go(CudaDevice, finalize=True), groups.come_and_go(CudaDevice, split=True)
     count = groups.COLLECTIVES
     rows = (
-        Row(
-            name=f"a group of one connects, {groups.GROUPS} times",
-            command=_COMMAND,
-            cells={"ms": f"{1e3 * statistics.median(ones.connect_s):.1f}", "memory lost, MiB": f"{ones.lost_bytes / 2**20:.1f}"},
-            samples={"connect_s": ones.connect_s},
-        ),
-        Row(
-            name="and is left",
-            command=_COMMAND,
-            cells={"ms": f"{1e3 * statistics.median(ones.leave_s):.1f}"},
-            samples={"leave_s": ones.leave_s},
-        ),
-        Row(
-            name="and is finalized",
-            command=_COMMAND,
-            cells={"ms": f"{1e3 * statistics.median(finalized.leave_s):.1f}", "memory lost, MiB": f"{finalized.lost_bytes / 2**20:.1f}"},
-            samples={"leave_s": finalized.leave_s},
-        ),
-        Row(
-            name="it is split off another, and does not connect",
-            command=_COMMAND,
-            cells={"ms": f"{1e3 * statistics.median(parts.connect_s):.1f}", "memory lost, MiB": f"{parts.lost_bytes / 2**20:.1f}"},
-            samples={"connect_s": parts.connect_s},
-        ),
+        _medians(f"a group of one connects, {groups.GROUPS} times", ones, "connect_s"),
+        _medians("and is left", ones, "leave_s"),
+        _medians("and is finalized", finalized, "leave_s"),
+        _medians("it is split off another, and does not connect", parts, "connect_s"),
         Row(name=f"{count} all-reduces of 4 MiB, each waited for", command=_COMMAND, cells={"ms": f"{1e3 * many.waited_for_s:.2f}"}),
         Row(name=f"{count} all-reduces of 4 MiB, waited for once", command=_COMMAND, cells={"ms": f"{1e3 * many.ordered_s:.2f}"}),
         Row(name="until the host begins to wait", command=_COMMAND, cells={"ms": f"{1e3 * many.started_s:.2f}"}),

@@ -69,7 +69,7 @@ class Stream:
     aborted: bool = False
     finalizing: bool = False
     destroyed: bool = False
-    """It was finalized on all ranks, and then destroyed."""
+    """The communicator was finalized on all ranks, and this rank's side of it destroyed."""
     splits: int = 0
     """How often this rank has split the communicator."""
     error: str | None = None
@@ -87,7 +87,7 @@ class Communicator:
         self.refused: str | None = None
         """Why it cannot be: an error of NCCL's."""
         self.colors: dict[int, dict[int, int]] = {}
-        """Of each split, which part each rank that has come to it is in."""
+        """Which parts the communicator is split into: the number of a split, a rank that has come to it, and the number of its part."""
 
     def join(self, rank: int, device: int) -> Stream:
         """A rank comes. The communicator is ready some looks after the last one."""

@@ -243,6 +243,15 @@ def test_a_peer_that_does_not_come_is_named_at_the_connect_timeout(redis_url: st
     _eventually(lambda: _forming_threads() == 0)
 
 
+def test_a_store_of_torchs_that_is_tired_of_waiting_sooner_is_the_same_deadline() -> None:
+    limit = timedelta(seconds=0.2)
+    group = forming.FormingGroup(dist.HashStore(), 0, 2, hostname="127.0.0.1", connect_timeout=limit, timeout=timedelta(seconds=30))
+    group._connect_timeout = timedelta(seconds=_DEADLINE_S)
+    with pytest.raises(DeadlineError, match=r"ranks \[1\] did not come"):
+        group.wait()
+    _eventually(lambda: _forming_threads() == 0)
+
+
 def test_a_backend_that_is_forgotten_closes_its_connections(form: Form, threads: Pool) -> None:
     store = dist.HashStore()
     kept, forgotten = GlooBackend(), GlooBackend()

@@ -397,7 +397,8 @@ def test_who_connects_in_the_moment_in_which_the_server_stops_is_hung_up_on(serv
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
         async with serving() as made:
-            await asyncio.sleep(0.05)  # until it waits for somebody
+            for _ in range(3):  # in which it begins to wait for somebody
+                await asyncio.sleep(0)
             with socket.socket(socket.AF_UNIX) as comer:
                 comer.connect(f"\0{made.server.memory_name}")
                 comer.setblocking(False)

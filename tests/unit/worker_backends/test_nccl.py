@@ -266,7 +266,7 @@ def test_a_finalization_after_an_abort_has_begun_is_none() -> None:
 
 
 def stream_of(ranks: Ranks, rank: int) -> Stream:
-    """Its side of the first communicator."""
+    """Gives one rank's side of the communicator that it has connected first."""
     stream = ranks.devices[rank].natives[0]._stream
     assert isinstance(stream, Stream)
     return stream

@@ -93,6 +93,23 @@ def on_devices(machine: Machine, prototype: nn.Module, strategy: str, options: d
         return in_threads([lambda rank=rank: be(rank) for rank in range(_WORLD)])
 
 
+def trained_as_by_one_process(strategy: str, options: dict[str, Any], *, sparse: bool) -> Machine:
+    """Trains on devices, checks that it comes to what one process does and leaves nothing behind, and returns the devices."""
+    torch.manual_seed(0)
+    prototype = model_with_rows(sparse=sparse)
+    (expected,) = shoal.launch(train, prototype, "ddp", {}, world_size=1)
+    machine = Machine(seed=1)
+    outcomes = on_devices(machine, prototype, strategy, options)
+    assert not [each for each in outcomes if isinstance(each, BaseException)]
+    for trained in outcomes:
+        for name, value in expected.items():
+            torch.testing.assert_close(trained[name], value, rtol=1e-4, atol=1e-6)
+    assert not any(machine.busy(device) for device in range(_WORLD))
+    assert all(stream.destroyed for stream in machine.streams)  # the groups of parts, too, were finalized and not aborted
+    assert not machine.crashes
+    return machine
+
+
 @pytest.mark.parametrize(
     ("strategy", "options", "sparse"),
     [
@@ -109,18 +126,7 @@ def on_devices(machine: Machine, prototype: nn.Module, strategy: str, options: d
     ],
 )
 def test_training_on_devices_comes_to_what_one_process_does(strategy: str, options: dict[str, Any], sparse: bool) -> None:
-    torch.manual_seed(0)
-    prototype = model_with_rows(sparse=sparse)
-    (expected,) = shoal.launch(train, prototype, "ddp", {}, world_size=1)
-    machine = Machine(seed=1)
-    outcomes = on_devices(machine, prototype, strategy, options)
-    assert not [each for each in outcomes if isinstance(each, BaseException)]
-    for trained in outcomes:
-        for name, value in expected.items():
-            torch.testing.assert_close(trained[name], value, rtol=1e-4, atol=1e-6)
-    assert not any(machine.busy(device) for device in range(_WORLD))
-    assert all(stream.destroyed for stream in machine.streams)  # the groups of parts, too, were finalized and not aborted
-    assert not machine.crashes
+    trained_as_by_one_process(strategy, options, sparse=sparse)
 
 
 @pytest.mark.parametrize(
@@ -136,18 +142,8 @@ def test_parts_that_are_split_off_train_as_those_that_connect(
     strategy: str, options: dict[str, Any], axes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHOAL_NCCL_SPLIT", "1")
-    torch.manual_seed(0)
-    prototype = model_with_rows(sparse=False)
-    (expected,) = shoal.launch(train, prototype, "ddp", {}, world_size=1)
-    machine = Machine(seed=1)
-    outcomes = on_devices(machine, prototype, strategy, options)
-    assert not [each for each in outcomes if isinstance(each, BaseException)]
-    for trained in outcomes:
-        for name, value in expected.items():
-            torch.testing.assert_close(trained[name], value, rtol=1e-4, atol=1e-6)
+    machine = trained_as_by_one_process(strategy, options, sparse=False)
     assert max(stream.splits for stream in machine.streams) == axes
-    assert all(stream.destroyed for stream in machine.streams)
-    assert not machine.crashes
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,9 @@ def test_a_step_that_one_rank_ends_and_another_goes_on_with_is_told(ranks: list[
     assert one.waiting.verdict == other.ended
 
 
-def test_what_a_rank_issues_in_the_next_step_is_not_noted_for_the_step_that_it_waited_in(ranks: list[Rank]) -> None:
+def test_what_a_rank_issues_in_the_next_step_is_not_noted_for_the_step_that_it_waited_in(
+    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The rank goes on just when its detector has begun to look."""
     one, other = ranks
     for rank in ranks:
@@ -156,7 +158,7 @@ def test_what_a_rank_issues_in_the_next_step_is_not_noted_for_the_step_that_it_w
         one.course.add(FORWARD)
         return b"[4]"
 
-    one.issued = goes_on  # type: ignore[method-assign]
+    monkeypatch.setattr(one, "issued", goes_on)
     with other.waiting:
         one.waiting.__enter__()
         look(one, other)

@@ -98,7 +98,7 @@ def drop(references: list[object], *, when: threading.Event) -> None:
 
 
 def keep(reference: object) -> None:
-    """It is never destroyed: its destructor would wait for what is unfinished, or end the process."""
+    """Has an object live until the process ends, because its destructor would wait for what is unfinished, or end the process."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(reference))
 
 

@@ -269,7 +269,8 @@ class FormingGroup:
         return ", ".join(f"rank {rank} listens at {Address(host, int(port))}" for rank, (host, _, port) in enumerate(addresses)) + more
 
     def _translated(self, error: Exception) -> Exception:
-        if isinstance(error, DeadlineError):  # the store's: it has waited for what an absent rank writes
+        # The store's, Shoal's own or one of torch's: it has waited for what an absent rank writes.
+        if isinstance(error, DeadlineError) or (isinstance(error, dist.DistStoreError) and "timeout" in str(error).lower()):
             return self._too_late()
         if isinstance(error, ShoalError) or not isinstance(error, RuntimeError):
             return error

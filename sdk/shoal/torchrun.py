@@ -126,13 +126,16 @@ class ShoalRendezvous(RendezvousHandler):
 
     def _create_job(self, deadline: float) -> None:
         """The coordinator may start later than its agents."""
+        began = time.monotonic()
         while True:
             try:
                 self._client.create_job(self._job.message())
             except (UnavailableError, DeadlineError) as error:
-                if time.monotonic() > deadline:
+                obstacle = self._client.find_obstacle()
+                if time.monotonic() > deadline or (obstacle is not None and obstacle.permanent):
                     raise RendezvousConnectionError(
-                        f"no coordinator has answered at {self._parameters.endpoint} (--rdzv-endpoint) for {self._join_timeout_s:g} s"
+                        f"no coordinator has answered at {self._parameters.endpoint} (--rdzv-endpoint) for "
+                        f"{time.monotonic() - began:.0f} s: {error if obstacle is None else obstacle.cause}"
                     ) from error
                 time.sleep(_RETRY_S)
             else:

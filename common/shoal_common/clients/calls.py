@@ -14,6 +14,7 @@ import grpc
 
 from shoal_common.errors import UnavailableError
 from shoal_common.rpc.channel import ChannelSettings, channel, is_name
+from shoal_common.rpc.reach import Obstacle, find_obstacle
 from shoal_common.rpc.status import from_rpc_error, is_unreachable
 
 ResponseT = TypeVar("ResponseT")
@@ -69,6 +70,10 @@ class Caller:
         if closed:  # in between
             call.cancel()
         return stream
+
+    def find_obstacle(self) -> Obstacle | None:
+        """Returns what prevents a connection to the server, tried anew; None: nothing does. Blocks for a few seconds at most."""
+        return find_obstacle(self._settings)
 
     def seconds(self, deadline: timedelta | None) -> float:
         return (self._settings.deadline if deadline is None else deadline).total_seconds()

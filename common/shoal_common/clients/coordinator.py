@@ -19,6 +19,7 @@ from shoal_protos.v1.coordinator_pb2_grpc import CoordinatorStub
 
 from shoal_common.clients.calls import Caller, ResponseStream
 from shoal_common.rpc.channel import ChannelSettings
+from shoal_common.rpc.reach import Obstacle
 from shoal_common.security import MEMBER_KEY
 
 
@@ -31,6 +32,10 @@ class CoordinatorClient:
         """host:port of the coordinator."""
         self.run: pb.RunId | None = None
         """The run that the caller belongs to, of whatever job it asks about; None: it belongs to none, and asks about the newest."""
+
+    def find_obstacle(self) -> Obstacle | None:
+        """Returns what prevents a connection to the coordinator, tried anew; None: nothing does. To explain an UnavailableError."""
+        return self._caller.find_obstacle()
 
     # ------------------------------------------------------------------------------------------------------------- jobs
 

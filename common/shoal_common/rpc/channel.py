@@ -128,6 +128,9 @@ def _options(settings: ChannelSettings) -> list[tuple[str, Any]]:
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2000),
         ("grpc.dns_min_time_between_resolutions_ms", 1000),
+        # Services of a cluster are reached directly: http_proxy in the environment is for other destinations, and most
+        # proxies refuse CONNECT to the ports used here.
+        ("grpc.enable_http_proxy", 0),
         ("grpc.enable_retries", int(settings.attempts > 1)),
     ]
     if settings.attempts > 1:

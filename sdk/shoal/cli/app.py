@@ -7,6 +7,7 @@ docs/exit-status.md; what errors mean, and what to do: docs/troubleshooting.md.
 
 from __future__ import annotations
 
+import errno
 import sys
 from importlib.metadata import version
 from typing import Annotated
@@ -66,6 +67,20 @@ def run_command() -> None:
         reason = "" if error.reason == error.default_reason else f" [{error.reason}]"
         print(f"shoal: {error}{reason}", file=sys.stderr)  # noqa: T201 - errors become text here
         sys.exit(2 if isinstance(error, ConfigurationError) else 1)
+    except OSError as error:
+        print(f"shoal: {_described(error)}", file=sys.stderr)  # noqa: T201 - errors become text here
+        sys.exit(1)
+
+
+def _described(error: OSError) -> str:
+    """The error with its remedy, where the machine rather than the command is at fault."""
+    if error.errno == errno.ENOSPC:
+        return f"{error}: free some space, or set TMPDIR to a directory on another disk"
+    if error.errno == errno.ENOENT and "temporary directory" in str(error):
+        return f"{error.strerror}: set TMPDIR to a directory that you can write to"
+    if error.errno in (errno.EROFS, errno.EACCES):
+        return f"{error}: name a directory that you can write to (TMPDIR holds a run's own files)"
+    return str(error)
 
 
 def _show_version(wanted: bool) -> None:

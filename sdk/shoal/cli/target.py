@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import typer
 from shoal_common.errors import ConfigurationError, DeadlineError, ShoalError, UnavailableError, UnknownResourceError
 from shoal_common.rpc.channel import ChannelSettings
+from shoal_common.rpc.reach import find_obstacle
 
 from shoal.client import Client
 from shoal.launcher.credentials import channel_settings
@@ -56,7 +57,8 @@ def target(coordinator: str | None, job: str | None) -> Iterator[Target]:
         except ShoalError as error:
             if error.reason not in _NOT_A_COORDINATORS:
                 raise
-            cause = str(error).rpartition(": ")[2].rstrip("]")
+            obstacle = find_obstacle(settings or ChannelSettings(address=address))
+            cause = str(error).rpartition(": ")[2].rstrip("]") if obstacle is None else obstacle.cause
             raise UnavailableError(f"no coordinator answers at {address} ({cause}); {remedy}") from error
 
 

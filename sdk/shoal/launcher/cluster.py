@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 from urllib.parse import quote
 
-from shoal_common.errors import DeadlineError, UnavailableError
+from shoal_common.errors import ConfigurationError, DeadlineError, UnavailableError
 from shoal_common.scratch import ScratchDirectory
 
 from shoal.launcher.jobs import JobSettings
@@ -56,7 +56,8 @@ class Service:
         """host:port of its gRPC service: known before it serves, and kept over restarts."""
         self.log = directory / f"{name}.log"
         self._port_file = directory / f"{name}.json"
-        self._command = [sys.executable, "-m", program, "--listen", self.address, "--http", "127.0.0.1:0"]
+        # -P: the caller's working directory holds a user's files, which must not stand in for a service's modules.
+        self._command = [sys.executable, "-P", "-m", program, "--listen", self.address, "--http", "127.0.0.1:0"]
         self._command += [*arguments, "--port-file", str(self._port_file)]
         self._environment = environment
         self._child: Child | None = None
@@ -163,15 +164,22 @@ class LocalCluster:
         """The second step, once the coordinator is ready. Blocks for an RPC, so it may be called on any thread, unlike the others."""
         self.client.create_job(self.job.message())
 
-    def register(self) -> None:
-        """The third step: makes the cluster known to `shoal status` and the like."""
-        self._registration = Registration(
-            job_id=self.job.job_id,
-            coordinator=self.coordinator.address,
-            http=self.coordinator.addresses.http,
-            redis=self.coordinator.addresses.redis,
-            command=self._command,
-        )
+    def register(self) -> str | None:
+        """The third step: makes the cluster known to `shoal status` and the like.
+
+        Returns None, or the reason why those commands need --coordinator. The run itself does not depend on it.
+        """
+        try:
+            self._registration = Registration(
+                job_id=self.job.job_id,
+                coordinator=self.coordinator.address,
+                http=self.coordinator.addresses.http,
+                redis=self.coordinator.addresses.redis,
+                command=self._command,
+            )
+        except (OSError, ConfigurationError) as error:
+            return f"shoal status and shoal top need --coordinator {self.coordinator.address} for this run: {error}"
+        return None
 
     def start_servers(self) -> None:
         """The last step: parameter servers register with the job, so they come after it."""

@@ -39,7 +39,8 @@ class ClusterKeeper:
         await _until_ready(cluster.coordinator)
         # gRPC is imported here, which takes longer than the call.
         await asyncio.to_thread(cluster.create_job)
-        cluster.register()
+        if (unregistered := cluster.register()) is not None:
+            self._note(unregistered)
         cluster.start_servers()
         for server in cluster.servers:
             await _until_ready(server)

@@ -28,6 +28,7 @@ from shoal_common.errors import (
     UnknownResourceError,
 )
 from shoal_common.own_address import OwnAddress
+from shoal_common.rpc.reach import Obstacle
 from shoal_common.runs import Run
 from shoal_common.settings import Address, parse_address
 from shoal_protos.v1 import coordinator_pb2 as pb
@@ -47,6 +48,8 @@ _RETRY_S: Final = 0.2
 _LOOK_S: Final = 5.0
 _REMINDER_S: Final = 10.0
 """Between two lines that say who is waited for."""
+_EXPLAIN_AFTER_S: Final = 2.0
+"""A coordinator that does not answer for longer is probed for the cause."""
 _WITHOUT_A_PLACE: Final = timedelta(seconds=60)
 """So long plain workers go on while their launcher has no place among the others: after a cut, all may come back to where they were."""
 _DEFAULT_MASTER_PORT: Final = 29500
@@ -261,6 +264,7 @@ class SharedSite:
         waits for them."""
         began, answered = self._loop.time(), False
         said_at = began - _REMINDER_S
+        explain_at = began + _EXPLAIN_AFTER_S
         while True:
             limit = self._settings.join_timeout if answered else min(_CONNECT_TIMEOUT, self._settings.join_timeout)
             left_s = began + limit.total_seconds() - self._loop.time()
@@ -268,11 +272,16 @@ class SharedSite:
                 return await asyncio.to_thread(self._client.create_job, job.message(), number=number, resume=resume, follow=follow)
             except (UnavailableError, DeadlineError) as error:
                 answered |= error.reason == _RUN_ENDING
-                if left_s <= 0 and not answered:
-                    raise UnavailableError(
-                        f"no coordinator has answered at {self.coordinator} (--rdzv-endpoint) for {limit.total_seconds():g} s; "
-                        f"on one machine use --standalone, which brings its own. The last attempt: {error}"
-                    ) from error
+                if not answered and (left_s <= 0 or self._loop.time() >= explain_at):
+                    explain_at = self._loop.time() + _REMINDER_S
+                    obstacle = await asyncio.to_thread(self._client.find_obstacle)
+                    cause = str(error) if obstacle is None else obstacle.cause
+                    if left_s <= 0 or (obstacle is not None and obstacle.permanent):
+                        raise UnavailableError(
+                            f"no coordinator has answered at {self.coordinator} (--rdzv-endpoint) for {self._loop.time() - began:.0f} s: "
+                            f"{cause}" + ("" if _secured(obstacle) else "; on one machine use --standalone, which brings its own")
+                        ) from error
+                    self._note(f"waiting for up to {left_s:.0f} s more for the coordinator at {self.coordinator}: {cause}")
                 if left_s <= 0:
                     raise DeadlineError(f"waited {limit.total_seconds():g} s for the end of the run before: {error}") from error
                 if error.reason == _RUN_ENDING and self._loop.time() >= said_at + _REMINDER_S:
@@ -406,6 +415,11 @@ class SharedSite:
         job_id = self._nodes_job.job_id
         if self._client.get_job(job_id).phase != pb.JOB_PHASE_FINISHED:
             self._client.stop_job(job_id, reason=f"the workers on {socket.gethostname()} {what}")
+
+
+def _secured(obstacle: Obstacle | None) -> bool:
+    """Whether there is a coordinator, and only the credentials are wrong."""
+    return obstacle is not None and obstacle.permanent
 
 
 def _told_run(made: pb.CreateJobResponse) -> str:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from shoal_common.errors import UnknownResourceError
+from shoal_common.errors import ConfigurationError, UnknownResourceError
 
 from shoal.launcher.process import start_ticks
 
@@ -45,18 +45,33 @@ class ClusterRecord:
 
 
 def registry_directory(environment: Mapping[str, str] | None = None) -> Path:
-    """$XDG_RUNTIME_DIR/shoal, else ~/.cache/shoal/run."""
+    """$XDG_RUNTIME_DIR/shoal, else ~/.cache/shoal/run. Raises ConfigurationError when there is no home directory."""
     environment = os.environ if environment is None else environment
     if runtime := environment.get("XDG_RUNTIME_DIR"):
         return Path(runtime) / "shoal"
-    return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal" / "run"
+    if cache := environment.get("XDG_CACHE_HOME"):
+        return Path(cache) / "shoal" / "run"
+    return home_directory("XDG_RUNTIME_DIR") / ".cache" / "shoal" / "run"
+
+
+def home_directory(instead: str) -> Path:
+    """The user's home directory.
+
+    Raises ConfigurationError when there is none; `instead` names the variable that makes one unnecessary.
+    """
+    try:
+        return Path.home()
+    except RuntimeError:
+        raise ConfigurationError(
+            f"HOME is not set and uid {os.getuid()} has no home directory: set HOME or {instead} to a directory that you can write to"
+        ) from None
 
 
 class Registration:
     """This process's own file. `close` removes it."""
 
     def __init__(self, *, job_id: str, coordinator: str, http: str, redis: str, command: str, directory: Path | None = None) -> None:
-        """Raises OSError if the directory cannot be written."""
+        """Raises OSError if the directory cannot be written, ConfigurationError if there is no home directory."""
         pid = os.getpid()
         record = ClusterRecord(
             job_id=job_id,
@@ -84,7 +99,11 @@ class Registration:
 def running_clusters(directory: Path | None = None) -> list[ClusterRecord]:
     """The newest first. Removes the files of processes of this host that are gone."""
     found: list[ClusterRecord] = []
-    for path in (directory or registry_directory()).glob("[!.]*.json"):
+    try:
+        folder = directory or registry_directory()
+    except ConfigurationError:
+        return []  # without a home directory no cluster could be recorded
+    for path in folder.glob("[!.]*.json"):
         record = _read(path)
         if record is None or record.host != socket.gethostname():
             continue

@@ -73,7 +73,7 @@ def cuda_devices() -> int:
         return len(slices)
     if not any(driver.exists() for driver in _DRIVERS):
         return 0
-    answer = subprocess.run([sys.executable, "-c", _COUNT_DEVICES], capture_output=True, text=True, timeout=120, check=False)
+    answer = subprocess.run([sys.executable, "-P", "-c", _COUNT_DEVICES], capture_output=True, text=True, timeout=120, check=False)
     if answer.returncode != 0:
         raise ConfigurationError(f"torch cannot count the CUDA devices: {answer.stderr.strip()[-500:]}; give --nproc-per-node a number")
     return int(answer.stdout)

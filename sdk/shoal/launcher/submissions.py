@@ -27,6 +27,7 @@ from shoal_common.errors import ConfigurationError, DeadlineError, PreconditionE
 from shoal.launcher.jobs import check_job_id
 from shoal.launcher.members import kill_workers
 from shoal.launcher.process import Handle, start_ticks
+from shoal.launcher.registry import home_directory
 
 _FORMAT: Final = 1
 _RECORD: Final = "submission.json"
@@ -127,9 +128,14 @@ class Outcome:
 
 
 def submissions_directory(environment: Mapping[str, str] | None = None) -> Path:
-    """$XDG_STATE_HOME/shoal/jobs, else ~/.local/state/shoal/jobs: results outlive the session of the user who submitted."""
+    """$XDG_STATE_HOME/shoal/jobs, else ~/.local/state/shoal/jobs: results outlive the session of the user who submitted.
+
+    Raises ConfigurationError when there is no home directory.
+    """
     environment = os.environ if environment is None else environment
-    return Path(environment.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "shoal" / "jobs"
+    if state := environment.get("XDG_STATE_HOME"):
+        return Path(state) / "shoal" / "jobs"
+    return home_directory("XDG_STATE_HOME") / ".local" / "state" / "shoal" / "jobs"
 
 
 class Submissions:
@@ -159,7 +165,12 @@ class Submissions:
         """
         check_job_id(job_id)
         folder = self._directory / job_id
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise ConfigurationError(
+                f"job {job_id!r} cannot be recorded in {folder}: {error.strerror}; set XDG_STATE_HOME to a directory that you can write to"
+            ) from error
         with _locked(folder):
             last = self._newest(folder)
             if last is not None and not last.has_ended:
@@ -233,7 +244,7 @@ def log_of(directory: Path) -> Path:
 
 def _start(own: Path, arguments: Sequence[str], environment: Mapping[str, str], directory: Path | None, known: Mapping[str, Any]) -> None:
     """Blocks until the launcher's process is there: it leaves the one started here, which ends at once."""
-    command = [sys.executable, "-m", "shoal.cli.submitted", str(own.absolute()), json.dumps(known), *arguments]
+    command = [sys.executable, "-P", "-m", "shoal.cli.submitted", str(own.absolute()), json.dumps(known), *arguments]
     if directory is not None and not directory.is_dir():
         raise ConfigurationError(f"directory={str(directory)!r}: there is no such directory")
     try:

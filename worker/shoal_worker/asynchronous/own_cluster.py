@@ -150,7 +150,7 @@ class _Service:
         self._module = module
         self._port_file = directory / f"{module}.json"
         self._log = directory / f"{module}.log"
-        command = [sys.executable, "-m", module, "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0"]
+        command = [sys.executable, "-P", "-m", module, "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0"]
         self._command = [*command, "--port-file", str(self._port_file), *arguments]
         started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError] = queue.SimpleQueue()
         # The kernel ties a child to the thread that starts it; this one lives as long as the child.

@@ -38,7 +38,7 @@ from shoal_worker.elastic.loader_interface import Drained, StopTraining
 from shoal_worker.elastic.member import LeaveReason
 from shoal_worker.elastic.outbox import Outbox, failure_message
 from shoal_worker.elastic.progress import Progress
-from shoal_worker.elastic.waiting import WaitingLines
+from shoal_worker.elastic.waiting import EVERY_S, WaitingLines
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +47,8 @@ _JOB_PATIENCE_S = 30.0
 _DRAIN_LOOK_S = 0.5
 _AWAY_BESIDE_A_FAILURE_S = 20.0
 """A member that is asked to leave waits so long for a coordinator that is away, if its group has failed. Batch systems kill after 30 s."""
+_EXPLAIN_AFTER_S = 2.0
+"""A coordinator that does not accept this member for longer is probed for the cause."""
 _RETRYABLE = (UnavailableError, DeadlineError)
 
 
@@ -106,8 +108,12 @@ class CoordinatorLink:
         self._ended = False
         self._thread.start()
         deadline = time.monotonic() + timeout.total_seconds()
-        with self._changed:
-            while self._welcome is None:
+        explain_at = time.monotonic() + _EXPLAIN_AFTER_S
+        cause = "check that it runs, and that this machine reaches it there"
+        while True:
+            with self._changed:
+                if self._welcome is not None:
+                    return self._welcome.joining
                 self._raise_if_over()
                 if self._drain is not None:
                     raise Drained(self._drain)
@@ -115,12 +121,23 @@ class CoordinatorLink:
                 if left_s <= 0:
                     raise DeadlineError(
                         f"waited {timeout.total_seconds():.0f} s for the coordinator to accept this member into "
-                        f"job {self.identity.job_id!r}, at {self.client.address} (SHOAL_COORDINATOR); check that it runs, and that this "
-                        "machine reaches it there"
+                        f"job {self.identity.job_id!r}, at {self.client.address} (SHOAL_COORDINATOR): {cause}"
                     )
                 # In slices: SIGTERM marks the member as draining and cannot notify.
                 self._changed.wait(min(_DRAIN_LOOK_S, left_s))
-            return self._welcome.joining
+            if time.monotonic() >= explain_at:
+                explain_at = time.monotonic() + EVERY_S
+                cause = self._explain_absence(left_s) or cause
+
+    def _explain_absence(self, left_s: float) -> str | None:
+        """Logs why the coordinator does not answer, and returns it. Raises UnavailableError if waiting cannot help."""
+        obstacle = self.client.find_obstacle()
+        if obstacle is None:
+            return None
+        if obstacle.permanent:
+            raise UnavailableError(f"the coordinator at {self.client.address} (SHOAL_COORDINATOR) is out of reach: {obstacle.cause}")
+        _log.warning("waiting for the coordinator at %s for up to %.0f s more: %s", self.client.address, left_s, obstacle.cause)
+        return obstacle.cause
 
     def ready(self) -> None:
         """Asks for a rank."""

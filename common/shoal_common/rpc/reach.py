@@ -1,0 +1,147 @@
+"""Names the cause when a gRPC server cannot be reached. gRPC reports no more than UNAVAILABLE for most of them.
+
+The probe takes the steps of a gRPC connection one by one on a plain socket: name lookup, TCP connection, TLS handshake, and
+the first HTTP/2 frames. It sends no call and no token.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final
+
+from shoal_common.errors import ConfigurationError
+from shoal_common.rpc.channel import ChannelSettings
+from shoal_common.security import TlsSettings
+from shoal_common.settings import Address, parse_address
+
+_PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+"""An HTTP/2 client's first bytes (RFC 9113, section 3.4): the preface and an empty SETTINGS frame."""
+_OWN_CERTIFICATE: Final = "it may demand a client certificate, {} (--tls-cert, SHOAL_TLS_CERT)"
+_FRAME_HEADER: Final = 9
+_SETTINGS: Final = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Obstacle:
+    """Why a server cannot be reached."""
+
+    cause: str
+    """For people, with the remedy where there is one."""
+    permanent: bool
+    """Trying again does not help until somebody changes a setting or a certificate."""
+
+
+def find_obstacle(settings: ChannelSettings, *, timeout: timedelta = timedelta(seconds=2)) -> Obstacle | None:
+    """Tries to reach the server and returns what prevents it; None: nothing does, it speaks HTTP/2.
+
+    Blocks for the system's name lookup and then for at most `timeout` per step.
+    """
+    address = parse_address(settings.address)
+    host = address.host.strip("[]")
+    try:
+        socket.getaddrinfo(host, address.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        return Obstacle(cause=f"the name {address.host!r} cannot be resolved ({error.strerror})", permanent=False)
+    try:
+        connection = socket.create_connection((host, address.port), timeout.total_seconds())
+    except OSError as error:
+        return Obstacle(cause=_not_connected(address, error, timeout), permanent=False)
+    with connection:
+        try:
+            if settings.tls is None:
+                return _try_plain(connection)
+            return _try_tls(connection, settings.tls, settings.server_name or host)
+        except TimeoutError:
+            cause = f"{settings.address} accepts connections but does not answer within {timeout.total_seconds():g} s"
+            return Obstacle(cause=cause, permanent=False)
+        except ConfigurationError as error:
+            return Obstacle(cause=str(error), permanent=True)
+        except OSError as error:
+            return Obstacle(cause=f"{settings.address} closed the connection ({error.strerror or error})", permanent=False)
+
+
+def _not_connected(address: Address, error: OSError, timeout: timedelta) -> str:
+    if isinstance(error, ConnectionRefusedError):
+        return f"nothing listens at {address} (connection refused)"
+    if isinstance(error, TimeoutError):
+        return f"{address} did not accept a connection within {timeout.total_seconds():g} s; check the address and firewalls"
+    return f"no connection to {address} ({error.strerror or error})"
+
+
+def _try_plain(connection: socket.socket) -> Obstacle | None:
+    connection.sendall(_PREFACE)
+    answer = _receive(connection)
+    if _speaks_http2(answer):
+        return None
+    remedy = "give the certificate authority (--tls-ca, SHOAL_TLS_CA)"
+    if answer[:2] == b"\x15\x03":  # a TLS alert
+        return Obstacle(cause=f"the server expects TLS, and none is configured here: {remedy}", permanent=True)
+    if not answer:
+        return Obstacle(cause=f"the server closed a connection without TLS; if it expects TLS, {remedy}", permanent=False)
+    return Obstacle(cause=f"another program than a gRPC server answers there: {answer[:20]!r}", permanent=False)
+
+
+def _try_tls(connection: socket.socket, tls: TlsSettings, name: str) -> Obstacle | None:
+    context = tls.client_context()
+    context.set_alpn_protocols(["h2"])
+    try:
+        with context.wrap_socket(connection, server_hostname=name) as secured:
+            secured.sendall(_PREFACE)
+            answer = _receive(secured)  # a server refuses this side's certificate after the handshake (TLS 1.3)
+    except ssl.SSLCertVerificationError as error:
+        return Obstacle(cause=_distrusted(error, tls, name), permanent=True)
+    except ssl.SSLEOFError:
+        return Obstacle(cause="the server closed the connection during the TLS handshake; it may not use TLS", permanent=False)
+    except ssl.SSLError as error:
+        return Obstacle(cause=_refused(error, tls), permanent=True)
+    if _speaks_http2(answer):
+        return None
+    if not answer:  # gRPC's servers send no alert
+        cause = f"the server closed the connection after the TLS handshake: {_OWN_CERTIFICATE.format(_own(tls))}"
+        return Obstacle(cause=cause, permanent=False)
+    return Obstacle(cause=f"another program than a gRPC server answers there: {answer[:20]!r}", permanent=False)
+
+
+def _distrusted(error: ssl.SSLCertVerificationError, tls: TlsSettings, name: str) -> str:
+    authority = "the system's certificate authorities" if tls.authority is None else f"the authority in {tls.authority}"
+    if "expired" in error.verify_message:
+        return "the server's certificate has expired; renew it (shoal certs) and restart the server"
+    if "not yet valid" in error.verify_message:
+        return "the server's certificate is not valid yet; compare the clocks of the two machines"
+    if "mismatch" in error.verify_message or "doesn't match" in error.verify_message:
+        return f"the server's certificate is not for {name!r}: {error.verify_message}"
+    return f"the server's certificate is not signed by {authority} ({error.verify_message}); check --tls-ca (SHOAL_TLS_CA)"
+
+
+def _refused(error: ssl.SSLError, tls: TlsSettings) -> str:
+    reason = (error.reason or str(error)).lower().replace("_", " ")
+    if "wrong version number" in reason or "record layer failure" in reason:
+        return "the server does not use TLS; leave out the TLS settings, or start it with a certificate"
+    if "alert" in reason:
+        return f"the server ended the TLS handshake ({reason}): {_OWN_CERTIFICATE.format(_own(tls))}"
+    return f"the TLS handshake failed ({reason})"
+
+
+def _own(tls: TlsSettings) -> str:
+    return "and none was given" if tls.certificate is None else f"other than {tls.certificate}"
+
+
+def _receive(connection: socket.socket) -> bytes:
+    """The first bytes of the answer, at least a frame's header; fewer when the server hangs up."""
+    answer = b""
+    while len(answer) < _FRAME_HEADER:
+        try:
+            data = connection.recv(64)
+        except ConnectionResetError:
+            break
+        if not data:
+            break
+        answer += data
+    return answer
+
+
+def _speaks_http2(answer: bytes) -> bool:
+    return len(answer) >= _FRAME_HEADER and answer[3] == _SETTINGS

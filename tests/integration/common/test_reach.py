@@ -1,0 +1,132 @@
+"""Causes that a client reports when its server is out of reach, found on real sockets."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from datetime import UTC, datetime, timedelta
+
+import pytest
+import trustme
+from shoal_common.rpc.channel import ChannelSettings
+from shoal_common.rpc.reach import find_obstacle
+from shoal_common.security import TlsSettings
+from shoal_protos.v1 import coordinator_pb2_grpc
+
+SERVICE = coordinator_pb2_grpc.CoordinatorServicer
+
+
+class Files:
+    """Certificates of one authority, as files."""
+
+    def __init__(self, directory, name):
+        self._directory, self._authority = directory, trustme.CA()
+        self.authority = directory / f"{name}.pem"
+        self._authority.cert_pem.write_to_path(self.authority)
+
+    def pair(self, identity="127.0.0.1", *, not_after=None, **more):
+        issued = self._authority.issue_cert(identity, not_after=not_after)
+        key, certificate = self._directory / f"{id(issued)}.key", self._directory / f"{id(issued)}.pem"
+        issued.private_key_pem.write_to_path(key)
+        issued.cert_chain_pems[0].write_to_path(certificate)
+        return TlsSettings(certificate=certificate, key=key, **more)
+
+
+@pytest.fixture
+def ours(tmp_path):
+    return Files(tmp_path, "ours")
+
+
+@pytest.fixture
+def theirs(tmp_path):
+    return Files(tmp_path, "theirs")
+
+
+def obstacle(port, *, tls=None, host="127.0.0.1"):
+    return find_obstacle(ChannelSettings(address=f"{host}:{port}", tls=tls), timeout=timedelta(seconds=20))
+
+
+def listening(answer):
+    """A port whose first connection gets `answer`'s bytes; None: no answer."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        connection, _ = listener.accept()
+        with listener, connection:
+            if answer is not None:
+                connection.sendall(answer)
+            connection.settimeout(60)
+            while connection.recv(1024):
+                pass
+
+    threading.Thread(target=serve, daemon=True).start()
+    return listener.getsockname()[1]
+
+
+def test_a_server_that_serves_has_no_obstacle(serve, ours):
+    assert obstacle(serve(SERVICE()).port) is None
+    assert obstacle(serve(SERVICE(), tls=ours.pair()).port, tls=TlsSettings(authority=ours.authority)) is None
+
+
+def test_a_closed_port_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    found = obstacle(port)
+    assert found.cause == f"nothing listens at 127.0.0.1:{port} (connection refused)"
+    assert not found.permanent
+
+
+def test_a_name_that_nobody_knows_is_named():
+    found = obstacle(1, host="coordinator.invalid")
+    assert "the name 'coordinator.invalid' cannot be resolved" in found.cause
+    assert not found.permanent
+
+
+def test_a_server_that_stays_silent_is_told_from_one_that_is_gone():
+    port = listening(None)
+    found = find_obstacle(ChannelSettings(address=f"127.0.0.1:{port}"), timeout=timedelta(milliseconds=200))
+    assert "accepts connections but does not answer within 0.2 s" in found.cause
+    assert not found.permanent
+
+
+def test_another_kind_of_server_is_recognized():
+    found = obstacle(listening(b"HTTP/1.1 400 Bad Request\r\n\r\n"))
+    assert "another program than a gRPC server" in found.cause
+
+
+def test_an_expired_certificate_is_named(serve, ours):
+    expired = ours.pair(not_after=datetime.now(UTC) - timedelta(days=1))
+    found = obstacle(serve(SERVICE(), tls=expired).port, tls=TlsSettings(authority=ours.authority))
+    assert "the server's certificate has expired" in found.cause
+    assert found.permanent
+
+
+def test_a_wrong_authority_is_named(serve, ours, theirs):
+    found = obstacle(serve(SERVICE(), tls=ours.pair()).port, tls=TlsSettings(authority=theirs.authority))
+    assert f"not signed by the authority in {theirs.authority}" in found.cause
+    assert "--tls-ca" in found.cause
+    assert found.permanent
+
+
+def test_a_certificate_for_another_name_is_named(serve, ours):
+    found = obstacle(serve(SERVICE(), tls=ours.pair("elsewhere.test")).port, tls=TlsSettings(authority=ours.authority))
+    assert "the server's certificate is not for '127.0.0.1'" in found.cause
+    assert found.permanent
+
+
+def test_a_missing_and_a_foreign_client_certificate_are_named(serve, ours, theirs):
+    running = serve(SERVICE(), tls=ours.pair(client_authority=ours.authority))
+    missing = obstacle(running.port, tls=TlsSettings(authority=ours.authority))
+    assert "it may demand a client certificate, and none was given (--tls-cert" in missing.cause
+    foreign = theirs.pair(authority=ours.authority)
+    found = obstacle(running.port, tls=foreign)
+    assert f"it may demand a client certificate, other than {foreign.certificate}" in found.cause
+    assert obstacle(running.port, tls=ours.pair(authority=ours.authority)) is None
+
+
+def test_tls_on_one_side_alone_is_named(serve, ours):
+    secured = obstacle(serve(SERVICE(), tls=ours.pair()).port)
+    assert "TLS" in secured.cause
+    assert "--tls-ca" in secured.cause
+    plain = obstacle(serve(SERVICE()).port, tls=TlsSettings(authority=ours.authority))
+    assert "may not use TLS" in plain.cause or "does not use TLS" in plain.cause

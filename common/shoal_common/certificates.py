@@ -22,6 +22,7 @@ from shoal_common.errors import ConfigurationError
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+WARN_BEFORE_EXPIRY: Final = timedelta(days=30)
 _BACKDATED: Final = timedelta(minutes=10)
 """Clocks of a cluster's machines differ by less."""
 
@@ -103,6 +104,21 @@ def development_files(names: Sequence[str], *, lifetime: timedelta) -> Mapping[s
         "client.pem": client.certificate,
         "client.key": client.key,
     }
+
+
+def expiry_warning(path: Path, *, now: datetime) -> str | None:
+    """Returns what to tell an operator of a certificate that has expired or is about to; None: it is good for longer.
+
+    `path`: a PEM file, the service's own certificate first.
+    """
+    from cryptography import x509
+
+    ends = x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc
+    if ends > now + WARN_BEFORE_EXPIRY:
+        return None
+    if ends <= now:
+        return f"the certificate {path} expired on {ends:%Y-%m-%d %H:%M} UTC, and clients refuse it: renew it and restart the service"
+    return f"the certificate {path} expires on {ends:%Y-%m-%d %H:%M} UTC: renew it and restart the service before that"
 
 
 def write_files(directory: Path, files: Mapping[str, bytes]) -> None:

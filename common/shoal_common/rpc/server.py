@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 import grpc
@@ -21,6 +21,7 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
+from shoal_common.certificates import expiry_warning
 from shoal_common.errors import ConfigurationError
 from shoal_common.rpc.channel import milliseconds
 from shoal_common.rpc.metrics import ServerMetrics
@@ -30,6 +31,7 @@ from shoal_common.settings import parse_address
 
 logger = logging.getLogger(__name__)
 
+_A_DAY_S: Final = 24 * 3600.0
 ALL_AT_ONCE: Final = (("grpc.server.max_pending_requests", 30_000), ("grpc.server.max_pending_requests_hard_limit", 40_000))
 """gRPC cancels calls at random when more than a thousand (at most three) wait for the handler. Ten thousand members may come at once, as
 they do after a restart of the coordinator."""
@@ -111,6 +113,7 @@ class RpcServer:
         self._interceptor = ServerInterceptor(ServerMetrics(metrics_registry), Admission(settings.tokens, allowed_roles, job=job))
         self._health = health_aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
+        self._expiry_check: asyncio.TimerHandle | None = None
 
     async def start(self) -> int:
         """Binds, serves and says SERVING; returns the port. ConfigurationError when the address cannot be bound."""
@@ -125,6 +128,7 @@ class RpcServer:
         await server.start()
         self._server = server
         await self.set_serving(True)
+        self._check_expiry()
         logger.info("serving", extra={"service": self._service_name, "port": port})
         return port
 
@@ -139,8 +143,19 @@ class RpcServer:
         if self._server is None:
             return
         self.draining.set()
+        if self._expiry_check is not None:
+            self._expiry_check.cancel()
         await self._health.enter_graceful_shutdown()
         await self._server.stop(self._settings.drain_timeout.total_seconds())
+
+    def _check_expiry(self) -> None:
+        """Logs a warning for a certificate that has expired or soon will, now and once a day."""
+        tls = self._settings.tls
+        if tls is None or tls.certificate is None:
+            return
+        if warning := expiry_warning(tls.certificate, now=datetime.now(UTC)):
+            logger.warning("%s", warning)
+        self._expiry_check = asyncio.get_running_loop().call_later(_A_DAY_S, self._check_expiry)
 
     def _bind(self, server: grpc.aio.Server) -> int:
         settings = self._settings

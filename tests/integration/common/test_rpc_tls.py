@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
 import pytest
 import trustme
@@ -100,3 +100,22 @@ def test_a_channel_names_a_wrong_file_when_it_is_made(pki):
     settings = ChannelSettings(address="127.0.0.1:7000", tls=TlsSettings(authority=pki / "nowhere.pem"))
     with pytest.raises(ConfigurationError, match=r"TLS authority .*nowhere\.pem"):
         CoordinatorClient(settings)
+
+
+@pytest.mark.parametrize(
+    ("left", "expected"),
+    [
+        (timedelta(days=29), "expires on"),
+        (timedelta(days=-1), "expired on"),
+        (timedelta(days=31), None),
+    ],
+    ids=["29 days before its end", "after its end", "31 days before its end"],
+)
+def test_a_server_warns_of_a_certificate_that_expires_within_30_days(serve, tmp_path, caplog, left, expected):
+    issued = trustme.CA().issue_cert("127.0.0.1", not_after=datetime.now(UTC) + left)
+    certificate, key = tmp_path / "server.pem", tmp_path / "server.key"
+    issued.cert_chain_pems[0].write_to_path(certificate)
+    issued.private_key_pem.write_to_path(key)
+    serve(Answering(), tls=TlsSettings(certificate=certificate, key=key))
+    said = [record.getMessage() for record in caplog.records if str(certificate) in record.getMessage()]
+    assert [expected in line for line in said] == [True] * (expected is not None)

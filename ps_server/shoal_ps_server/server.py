@@ -201,7 +201,13 @@ class ParameterServer:
                 job=self._settings.job,
             )
             http = stack.enter_context(
-                serve_metrics(str(self._settings.http), self._registry, tokens=self._settings.token_table, job=self._settings.job)
+                serve_metrics(
+                    str(self._settings.http),
+                    self._registry,
+                    unhealthy=self._unhealthy,
+                    tokens=self._settings.token_table,
+                    job=self._settings.job,
+                )
             )
             self._open_journal()
             stack.push_async_callback(self._changes.close)
@@ -221,6 +227,11 @@ class ParameterServer:
             if self._standing.replaced.is_set():
                 self._changes.give_up(UnavailableError("another server has taken this one's place", reason="PLACE_UNKNOWN"))
         return self._standing.replaced.is_set()
+
+    def _unhealthy(self) -> str | None:
+        """Called on threads of the HTTP server."""
+        error = self._changes.write_error
+        return None if error is None else f"the journal cannot be written, updates are refused: {error}"
 
     def _open_journal(self) -> None:
         if self._directory is None:

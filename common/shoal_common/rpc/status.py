@@ -80,8 +80,17 @@ def as_shoal_error(error: Exception, method: str) -> ShoalError:
     if isinstance(error, DecodeError):
         message = f"{method}: a message is not valid protobuf of its type: {error}; check the client's protos"
         return errors.InvalidRequestError(message, reason="MESSAGE_MALFORMED")
+    if _is_out_of_memory(error):
+        logger.error("out of memory", extra={"method": method, "error": error})
+        message = f"{method}: the server has too little memory for this request ({error}); give it more, or the job more servers"
+        return errors.LimitError(message, reason="MEMORY_EXHAUSTED")
     logger.error("a handler failed", exc_info=error, extra={"method": method})
     return errors.InternalError(f"{method} failed with {type(error).__name__}; the server's log says more")
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed: Python's, or torch's, which raises a RuntimeError that only its text tells apart."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
 
 
 def _status(error: ShoalError) -> status_pb2.Status:

@@ -39,6 +39,8 @@ from shoal_common.settings import Address, parse_address
 logger = logging.getLogger(__name__)
 
 _REQUEST_TIMEOUT_S: Final = 10
+_BACKLOG: Final = 128
+"""Connections that wait to be accepted. A burst beyond the backlog loses its first packets, and a client repeats those after a second."""
 _MOST_OPEN: Final = 64
 """Connections that may take their time. Where there are more, those that are open longest are hung up on: who sends its request byte by
 byte, or never, is not to keep others out."""
@@ -165,6 +167,7 @@ class _BoundedServer(ThreadingHTTPServer):
 
     daemon_threads = True
     block_on_close = False
+    request_queue_size = _BACKLOG
 
     def __init__(self, *arguments: Any) -> None:
         self._served: dict[socket.socket, None] = {}

@@ -64,6 +64,11 @@ class Changes:
         """From now on."""
         self._journal = journal
 
+    @property
+    def write_error(self) -> Exception | None:
+        """Why the journal's last write failed; None: it did not, or there is no journal. Any thread may ask."""
+        return None if self._journal is None else self._journal.write_error
+
     def members_changed(self) -> None:
         """The journal is to have them before the next change."""
         self._members_due = True

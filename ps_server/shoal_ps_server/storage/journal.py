@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import enum
 import logging
+import math
 import os
 import queue
 import threading
@@ -39,6 +40,7 @@ MOST_IN_A_BATCH_BYTES: Final = 64 << 20
 """So much is written before those who wait for the first of it are answered."""
 _RETRY_AFTER: Final = timedelta(seconds=2)
 """Sooner than that a disk that is full will hardly have room, and pushes are megabytes."""
+_LOG_EVERY_S: Final = 10.0
 _MOST_AT_ONCE_S: Final = 0.005
 """So long effects follow one another before the loop's other work has its turn."""
 
@@ -124,10 +126,15 @@ class Journal:
         self._position = 0
         """Position of the last record that the follower was given while the journal holds; and `_confirmed`: up to where it has them."""
         self._confirmed = 0
+        self.write_error: Exception | None = None
+        """Why the last write failed; None: it did not. Assigned on the loop, read by any thread."""
         self._unmade: Exception | None = None
         """Why the effect of a record failed, or nothing is written any more: those after it have none. The loop's."""
         self._broken = False
         """The file may have a part of a batch at its end. This and what stands above but for the queue: the thread's."""
+        self._unwritten_batches = 0
+        """Refused since the last one that was written; `_logged_at`: when the log last said so. The thread's."""
+        self._logged_at = -math.inf
         self._held: _Entry[Any] | None = None
         """Taken out of the queue, for a batch of its own."""
         self.bytes_since_rotation = segments.nbytes()
@@ -223,7 +230,9 @@ class Journal:
         if error is not None:
             # What was written before is to have its effect first: what is admitted later is compared with that.
             self._refusal = self._refusal or error
+            self.write_error = error
         else:
+            self.write_error = None
             self.bytes_since_rotation += batch.nbytes
             self._written(sum(each.record is not None for each in batch.entries), batch.nbytes, seconds)
             for entry in batch.entries:
@@ -357,10 +366,24 @@ class Journal:
                 self._broken = False
                 failpoint("journal.durable")
         except Exception as error:
-            logger.error("the journal could not be written; updates are refused until it can be", extra={"error": error})
+            self._log_failure(error)
             self._disown()
             return error
+        if self._unwritten_batches:
+            logger.info("the journal can be written again", extra={"batches_refused": self._unwritten_batches})
+            self._unwritten_batches, self._logged_at = 0, -math.inf
         return None
+
+    def _log_failure(self, error: Exception) -> None:
+        """At once, and then every ten seconds: clients repeat refused updates without end."""
+        self._unwritten_batches += 1
+        now = time.monotonic()
+        if now >= self._logged_at + _LOG_EVERY_S:
+            self._logged_at = now
+            logger.error(
+                "the journal could not be written; updates are refused until it can be",
+                extra={"error": error, "batches_refused": self._unwritten_batches},
+            )
 
     def _disown(self) -> None:
         """What a failed write left in the file, and whether a failed sync left anything, is not known: it must not count, also if this

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -314,6 +316,38 @@ def test_snapshots_are_written_by_and_by_while_values_change(cluster, tmp_path) 
         earlier = snapshot.stat().st_mtime_ns if snapshot.exists() else 0
         member.push(1.0)
         cluster.wait_until(lambda: snapshot.exists() and snapshot.stat().st_mtime_ns > earlier, "a newer snapshot")  # noqa: B023
+
+
+def test_health_reports_a_journal_that_cannot_be_written(cluster, start, tmp_path) -> None:
+    cluster.declare(partition=300)
+    process = start(*flags(cluster, "--data-dir", str(tmp_path / "data"), "--snapshot-interval", "0s"))
+    client = process.client()
+    member = cluster.trainable(client)
+
+    def health() -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(f"http://{process.http}/healthz", timeout=30) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    assert health() == (200, "ok\n")
+    journal = max((tmp_path / "data").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    resource.prlimit(process.process.pid, resource.RLIMIT_FSIZE, (journal.stat().st_size + 4096, resource.RLIM_INFINITY))
+    with pytest.raises(UnavailableError) as caught:
+        for _ in range(1000):
+            member.push(1.0)
+    assert caught.value.reason == "JOURNAL_FAILED"
+    status, reason = health()
+    assert status == 503
+    assert "the journal cannot be written, updates are refused" in reason
+    resource.prlimit(process.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    member.push(1.0)
+    assert health() == (200, "ok\n")
+    client.close()
+    assert process.end() == 0
+    assert "the journal can be written again" in process.log
 
 
 def test_a_snapshot_that_cannot_be_written_is_an_error_and_training_goes_on(cluster, tmp_path) -> None:

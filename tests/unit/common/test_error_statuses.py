@@ -8,11 +8,20 @@ from types import SimpleNamespace
 
 import grpc
 import pytest
+import torch
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from shoal_common import errors
-from shoal_common.errors import InvalidRequestError, PreconditionError, ShoalError, StaleGenerationError, UnavailableError
-from shoal_common.rpc.status import DOMAIN, error_message, from_error_message, from_rpc_error, to_status
+from shoal_common.errors import (
+    InternalError,
+    InvalidRequestError,
+    LimitError,
+    PreconditionError,
+    ShoalError,
+    StaleGenerationError,
+    UnavailableError,
+)
+from shoal_common.rpc.status import DOMAIN, as_shoal_error, error_message, from_error_message, from_rpc_error, to_status
 
 ALL_ERRORS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, ShoalError)]
 
@@ -172,3 +181,24 @@ def test_a_hint_that_is_longer_than_any_wait_is_cut() -> None:
     detail.Pack(retry)
     encoded = status_pb2.Status(code=grpc.StatusCode.UNAVAILABLE.value[0], message="busy", details=[detail]).SerializeToString()
     assert from_error_message(encoded).retry_after == timedelta(minutes=1)
+
+
+def allocated_by_torch() -> None:
+    torch.empty(1 << 60, dtype=torch.uint8)
+
+
+def allocated_by_python() -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize("allocate", [allocated_by_torch, allocated_by_python])
+def test_a_handler_that_runs_out_of_memory_reports_the_limit_and_no_bug(allocate) -> None:
+    with pytest.raises((RuntimeError, MemoryError)) as caught:
+        allocate()
+    reported = as_shoal_error(caught.value, "PushGradients")
+    assert (type(reported), reported.reason) == (LimitError, "MEMORY_EXHAUSTED")
+    assert "give it more" in str(reported)
+
+
+def test_other_runtime_errors_of_a_handler_stay_bugs() -> None:
+    assert isinstance(as_shoal_error(RuntimeError("shapes differ"), "PushGradients"), InternalError)

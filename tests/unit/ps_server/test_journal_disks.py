@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -53,6 +54,27 @@ def test_a_full_disk_refuses_pushes_and_changes_nothing_and_once_there_is_room_t
         assert same(recovered(data), before)
 
     run(test())
+
+
+def test_refusals_of_a_full_disk_are_logged_once_in_ten_seconds(make, tmp_path, caplog) -> None:
+    data = tmp_path / "data"
+
+    async def test() -> None:
+        async with opened(data) as server:
+            await begun(server, make)
+            with largest_file(10):
+                for _ in range(50):
+                    with pytest.raises(UnavailableError):
+                        await server.push(make.upload(torch.randn(6), make.spec(0)))
+            await server.push(make.upload(torch.randn(6), make.spec(0)))
+
+    caplog.set_level("INFO")
+    started = time.monotonic()
+    run(test())
+    lines = [record for record in caplog.records if "could not be written" in record.getMessage()]
+    assert 1 <= len(lines) <= 1 + (time.monotonic() - started) / 10
+    (recovered,) = [record for record in caplog.records if "can be written again" in record.getMessage()]
+    assert recovered.batches_refused == 50
 
 
 def test_what_was_refused_is_not_made_by_a_recovery_although_the_disk_has_it(make, tmp_path, monkeypatch) -> None:

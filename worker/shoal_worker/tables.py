@@ -30,6 +30,7 @@ from shoal_worker.torch_internals import uncompiled
 
 _FULL_BUCKET_BYTES: Final = 64 << 20
 """What a bucket of a table with a known number of rows may grow to, where there is a choice."""
+_SCALE: Final = 0.01
 _FEWEST_BUCKETS: Final = 4
 _FEWEST_ROWS: Final = 256
 """What a bucket keeps at least, where there is a choice."""
@@ -109,7 +110,7 @@ class SparseEmbedding(nn.Module):
         optimizer: OptimizerFactory = RowWiseAdagrad,
         seed: int = 0,
         initializer: str = "normal",
-        scale: float = 0.01,
+        scale: float | None = None,
         max_rows: int = 0,
         max_age: int = 0,
         buckets: int | None = None,
@@ -122,8 +123,8 @@ class SparseEmbedding(nn.Module):
             optimizer: makes the optimizer of the rows: of torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam or
                 shoal.optim.RowWiseAdagrad, without momentum or weight decay.
             seed: 0 to 2**64 - 1.
-            initializer: "normal" of standard deviation `scale`, "uniform" in [-scale, scale), or "zeros" (with scale=0).
-            scale: see `initializer`.
+            initializer: "normal" of standard deviation `scale`, "uniform" in [-scale, scale), or "zeros".
+            scale: 0 to 1e6; None: 0.01, and 0 with "zeros", which takes no other.
             max_rows: the table keeps so many rows at most, each bucket its share; those of it that were not pushed for the longest go
                 first, and are then as at the beginning. 0: all.
             max_age: a row goes when it was not pushed for so many steps, up to a sixteenth later. 0: never.
@@ -149,7 +150,7 @@ class SparseEmbedding(nn.Module):
             buckets=_enough_buckets(shape, chosen, max_rows) if buckets is None else buckets,
             seed=seed,
             initializer=initializer,
-            scale=float(scale),
+            scale=float(scale) if scale is not None else 0.0 if initializer == "zeros" else _SCALE,
             optimizer=chosen,
             hyperparameters=hyperparameters,
             max_rows=max_rows,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -41,6 +42,46 @@ def test_a_cluster_serves_is_known_and_goes_without_a_trace(tmp_path: Path) -> N
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {"coordinator.log", "server-0.log", "server-1.log"}
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", int(cluster.coordinator.address.rpartition(":")[2])), timeout=5)
+
+
+@pytest.fixture
+def other_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory whose files have the names of modules that services import."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    for name in ("redis", "grpc", "torch", "types"):
+        (folder / f"{name}.py").write_text(f"raise SystemExit('{name}.py of the working directory was imported')\n")
+    monkeypatch.chdir(folder)
+
+
+@pytest.mark.usefixtures("other_modules")
+def test_services_import_nothing_from_the_working_directory() -> None:
+    with LocalCluster(JobSettings(job_id="job", min_workers=1, max_workers=1, parameter_servers=1)) as cluster:
+        assert cluster.client.get_job("job").spec.parameter_servers == 1
+
+
+def test_a_proxy_in_the_environment_is_not_used_for_the_clusters_own_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "grpc_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    with LocalCluster(JobSettings(job_id="job", min_workers=1, max_workers=1, parameter_servers=1)) as cluster:
+        assert cluster.client.get_job("job").spec.parameter_servers == 1
+        with ParameterServerClient(ChannelSettings(address=cluster.servers[0].address)) as client:
+            assert client.get_server().server_id == "server-0"
+
+
+def test_a_cluster_without_a_home_directory_serves_and_says_what_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.setenv("HOME", "/dev/null/nobody")
+    cluster = LocalCluster(JobSettings(job_id="job", min_workers=1, max_workers=1))
+    try:
+        cluster.start_coordinator()
+        cluster.coordinator.wait_ready(timedelta(seconds=60))
+        told = cluster.register()
+    finally:
+        cluster.close()
+    assert told is not None
+    assert f"need --coordinator {cluster.coordinator.address} for this run" in told
+    assert "/dev/null/nobody" in told
 
 
 def test_a_service_that_cannot_start_is_told_with_its_own_words_and_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,6 +165,12 @@ def test_what_cannot_work_is_one_clear_error(change: dict[str, Any], problem: st
         table(**change)
 
 
+def test_rows_of_zeros_need_no_scale() -> None:
+    assert (values_of(table(initializer="zeros"), [1, 2]) == 0).all()
+    with pytest.raises(ConfigurationError, match="scale=0.5"):
+        table(initializer="zeros", scale=0.5)
+
+
 def test_a_table_of_this_process_keeps_all_rows_that_it_may_have() -> None:
     users = table(max_rows=1600, buckets=16)
     ids = list(range(1000))

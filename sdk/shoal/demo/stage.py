@@ -98,7 +98,18 @@ def perform(plan: Plan, directory: Path, show: Show) -> Outcome:
 
 def _command(plan: Plan, records: Path) -> list[str]:
     return [
-        *(sys.executable, "-P", "-m", "shoal", "run", "--standalone", "--nproc-per-node", str(plan.workers), "--servers", str(plan.servers)),
+        *(
+            sys.executable,
+            "-P",
+            "-m",
+            "shoal",
+            "run",
+            "--standalone",
+            "--nproc-per-node",
+            str(plan.workers),
+            "--servers",
+            str(plan.servers),
+        ),
         *("--max-restarts", "3", "--record-dir", str(records)),
         *("-m", "shoal.demo.train", plan.strategy, "--epochs", str(plan.epochs)),
     ]

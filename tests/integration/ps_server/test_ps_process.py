@@ -335,9 +335,13 @@ def test_health_reports_a_journal_that_cannot_be_written(cluster, start, tmp_pat
     assert health() == (200, "ok\n")
     journal = max((tmp_path / "data").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
     resource.prlimit(process.process.pid, resource.RLIMIT_FSIZE, (journal.stat().st_size + 4096, resource.RLIM_INFINITY))
-    with pytest.raises(UnavailableError) as caught:
+
+    def push_until_refused() -> None:
         for _ in range(1000):
             member.push(1.0)
+
+    with pytest.raises(UnavailableError) as caught:
+        push_until_refused()
     assert caught.value.reason == "JOURNAL_FAILED"
     status, reason = health()
     assert status == 503

@@ -51,7 +51,7 @@ test-compose: .venv/installed ## Build the images and take compose.yaml's cluste
 
 .PHONY: test-gpu
 test-gpu: .venv/installed ## Run the tests that need a CUDA device, where there is one; docs/gpu.md says what has run where
-	$(BIN)/python -m pytest -m 'gpu and not soak' tests/gpu $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m 'gpu and not soak' -o faulthandler_timeout=120 tests/gpu $(PYTEST_ARGS)
 
 # Strategies and their engines, tensors of DTensor's, process groups, hooks and hidden parameters, files of tensors: what a torch can break.
 TORCH_TESTS ?= tests/unit/tooling/test_torch_internals.py tests/unit/torch_calls tests/unit/worker_strategies tests/unit/sharding \

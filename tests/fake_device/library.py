@@ -34,11 +34,17 @@ _SUPPORTED = (
 class KernelWork(Work):
     """WorkNCCL: complete when its end event has come, or when NCCL has noticed an error, whatever the kernel does then."""
 
-    def __init__(self, machine: Machine, kernel: Kernel, result: Any) -> None:
+    def __init__(self, native: FakeNCCL, kernel: Kernel, result: Any) -> None:
         super().__init__()
-        self._machine, self._kernel, self._result = machine, kernel, result
+        self._native, self._machine, self._kernel, self._result = native, native._machine, kernel, result
 
     def is_completed(self) -> bool:
+        """Takes the communicator's mutex and keeps the GIL, as torch 2.11 does."""
+        held = self._native._mutex_held_for
+        if held is not None:
+            self._machine.freeze(f"a work of rank {self._native.rank()} is asked during {held}")
+            with self._native._communicator_lock:
+                pass
         self._machine.look()
         self._machine.check(self._kernel.stream.device)
         return self._kernel.ended or self._error is not None
@@ -87,7 +93,9 @@ class FakeNCCL(PythonGroup):
         self._machine, self._device, self._store, self._options = machine, device, store, options
         self._stream: Any = None
         self._communicator_lock = threading.Lock()
-        """Held by who waits for the communicator, and wanted by who aborts it."""
+        """The communicator's mutex: held while torch waits for it, aborts it or destroys it."""
+        self._mutex_held_for: str | None = None
+        """What holds it now."""
         self.would_have_killed: str | None = None
         """Why the watchdog would have ended the process."""
         self.would_have_slept_s = 0.0
@@ -107,13 +115,27 @@ class FakeNCCL(PythonGroup):
         if self.rank() == 0:
             self._store.set("0", f"{id(self._store)}-{time.monotonic_ns()}")
         key = self._store.get("0").decode()
-        self._stream = self._machine.communicator(key, self.size()).join(self.rank(), self._device)
-        if self._options.config.blocking != 0:
-            self._machine.until(lambda: self._stream.communicator.ready, "a communicator that blocks")
+        stream = self._machine.communicator(key, self.size()).join(self.rank(), self._device)
+        if self._blocks:  # torch has no handle of it until all ranks have come: an abort finds nothing
+            self._machine.until(lambda: stream.communicator.ready, "a communicator that blocks")
+        self._stream = stream
+
+    @property
+    def _blocks(self) -> bool:
+        return bool(self._options.config.blocking)
+
+    @contextlib.contextmanager
+    def _mutex(self, what: str) -> Iterator[None]:
+        with self._communicator_lock:
+            self._mutex_held_for = what
+            try:
+                yield
+            finally:
+                self._mutex_held_for = None
 
     def _split(self, color: int) -> Communicator:
         """Splits a part off this one, when all its ranks do, and holds the lock that an abort of this one needs until then."""
-        with self._communicator_lock:
+        with self._mutex("a split"):
             found = self._machine.split(self._stream, color)
             self._await(lambda: found() is not None)
         communicator = found()
@@ -127,17 +149,17 @@ class FakeNCCL(PythonGroup):
     def abort(self) -> None:
         if self._stream is None:
             return
-        with self._communicator_lock:
+        with self._mutex("an abort"):
             if self._stream.destroyed:  # torch hands on a pointer that leads nowhere any more
                 self._machine.crashes.append(f"rank {self.rank()} aborts a communicator that was destroyed")
             self._machine.begin_abort(self._stream)
-        self._machine.until(lambda: self._stream.aborted, "an abort to complete")
+            self._machine.until(lambda: self._stream.aborted, "an abort to complete")
 
     def shutdown(self) -> None:
         """Finalizes, and then destroys. Both wait, with the locks that an abort needs, until all ranks have come to it."""
         if self._stream is None:
             return
-        with self._communicator_lock:
+        with self._mutex("a finalization"):
             self._machine.until(lambda: all(kernel.ended for kernel in self._stream.queue), "a communicator to be flushed")
             self._machine.finalize(self._stream)
             self._await(lambda: self._stream.destroyed)
@@ -146,7 +168,7 @@ class FakeNCCL(PythonGroup):
         communicator = self._stream.communicator
         if communicator.ready and communicator.refused is None:
             return
-        with self._communicator_lock:
+        with self._mutex("a wait for the communicator"):
             self._await(lambda: communicator.ready)
         if communicator.refused is not None:
             raise dist.DistBackendError(
@@ -184,6 +206,17 @@ class FakeNCCL(PythonGroup):
             raise RuntimeError("NCCL does not support all_reduce with sparse tensors. Please use dense tensors instead.")
         return super().allreduce(tensors, opts)
 
+    def all_to_all_single(
+        self, output: torch.Tensor, input: torch.Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+    ) -> Work:
+        """`ProcessGroup.all_to_all_single`. Without sizes torch calls ncclAlltoAll, and takes "in progress" for an error (2.11, NCCL 2.28)."""
+        work = super().all_to_all_single(output, input, output_sizes, input_sizes, opts)
+        if not output_sizes and not input_sizes and not self._blocks:
+            raise dist.DistBackendError("NCCL Error 7: NCCL operation in progress")
+        return work
+
+    alltoall_base: Any = all_to_all_single
+
     def _issue(self, call: Collective) -> Work:
         for tensor in (*call.inputs, *call.outputs):
             _check(tensor)
@@ -207,7 +240,7 @@ class FakeNCCL(PythonGroup):
         if self._stream.aborting:
             raise dist.DistBackendError("NCCL communicator was aborted on rank " + str(self.rank()))
         self._machine.queue(kernel)
-        return KernelWork(self._machine, kernel, result)
+        return KernelWork(self, kernel, result)
 
 
 class FakeCuda(CudaDevice):

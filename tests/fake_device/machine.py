@@ -17,6 +17,7 @@ the devices do follows from the seed and from what hosts ask. Threads: those of 
 from __future__ import annotations
 
 import collections
+import ctypes
 import heapq
 import itertools
 import random
@@ -29,6 +30,8 @@ import torch
 from shoal_worker.backends.collective import Collective, execute
 
 _PATIENCE_S = 60.0
+_with_the_gil = ctypes.PyDLL(None)
+"""The C library, whose functions are called without letting go of the GIL."""
 _PAUSE_S = 20e-6
 
 
@@ -99,10 +102,11 @@ class Communicator:
                 if other is not stream and other.device == device:
                     self.refused = f"Duplicate GPU detected : rank {rank} and rank {other.rank} both on CUDA device {device}000"
             if len(self.streams) == self.size and not machine.connecting_held:
-                machine.after(machine.delay(), self._stand)
+                machine.after(machine.delay(), self.stand)
             return stream
 
-    def _stand(self) -> None:
+    def stand(self) -> None:
+        """All ranks are connected."""
         self.ready = True
 
     def look(self) -> None:
@@ -169,6 +173,10 @@ class Machine:
         """Aborts do not come to an end."""
         self.crashes: list[str] = []
         """What a real process would have ended of."""
+        self.frozen: list[str] = []
+        """When all threads of Python would have stood still: a call that keeps the GIL waited for a mutex of torch's."""
+        self.freeze_s = 0.0
+        """How long they do stand still then."""
         self.seconds = 0.0
         """What watchdogs take for the time."""
         self.watchdogs: list[Callable[[], None]] = []
@@ -232,6 +240,11 @@ class Machine:
         """Raises what CUDA raises at every call once a device has failed."""
         if device in self.failed:
             raise torch.AcceleratorError(f"CUDA error: {self.failed[device]}")
+
+    def freeze(self, why: str) -> None:
+        """A host waits for a mutex and keeps the GIL."""
+        self.frozen.append(why)
+        _with_the_gil.usleep(int(1e6 * self.freeze_s))
 
     def queue(self, kernel: Kernel) -> None:
         """Queues it on its stream."""

@@ -72,4 +72,8 @@ def outcome(call: Callable[[], Any]) -> Any:
 
 
 def close(backends: list[Any]) -> None:
-    in_threads([backend.shutdown for backend in backends if isinstance(backend, NCCLBackend)])
+    formed = [backend for backend in backends if isinstance(backend, NCCLBackend)]
+    in_threads([backend.shutdown for backend in formed])
+    for backend in formed:
+        assert isinstance(backend._device, FakeCuda)
+        assert not backend._device.machine.frozen

@@ -58,6 +58,7 @@ try:
     from torch.distributed.tensor.placement_types import _StridedShard
     from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
     from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+    from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
     from torch.utils import _pytree as pytree
 
     _ = c10d._world  # all process groups of this process
@@ -107,6 +108,7 @@ __all__ = [
     "after_backward",
     "c10d",
     "compute_local_shape_and_global_offset",
+    "function_modes",
     "get_debug_level",
     "in_backward",
     "native_collective",
@@ -135,6 +137,13 @@ def native_collective(group: c10d.ProcessGroup, name: str) -> Callable[..., Work
     """The method of a process group of torch's own that torch 2.13 calls `name`."""
     method: Callable[..., Work] = getattr(group, _NATIVE_NAMES.get(name, name))
     return method
+
+
+def function_modes() -> list[TorchFunctionMode]:
+    """The torch function modes of this thread, outermost first. autograd takes them to its own threads, which Python's thread-locals do
+    not reach."""
+    modes: list[TorchFunctionMode] = _get_current_function_mode_stack()
+    return modes
 
 
 def in_backward() -> bool:

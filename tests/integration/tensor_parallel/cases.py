@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,12 +12,14 @@ import torch.nn.functional as F
 from shoal_common.errors import ConfigurationError
 from shoal_worker.tensor_parallel import DropoutRandomness, Style, loss_parallel, make_plan
 from shoal_worker.tensor_parallel.context import ParallelContext
-from shoal_worker.tensor_parallel.region import region
+from shoal_worker.tensor_parallel.region import RegionMode, region
+from shoal_worker.torch_internals import function_modes
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from tests.fake_device.autograd import passes_on_threads_of_autograd
 from tests.integration.tensor_parallel.counter import CollectiveCounter
 from tests.integration.tensor_parallel.models import EncoderDecoder, Llama, NanoGpt, activations, build, tokens
 from tests.integration.tensor_parallel.more_models import MORE
@@ -245,6 +248,29 @@ def checkpointed_copied_compiled_frozen(mesh: DeviceMesh) -> None:
         assert (parameter.grad is None) == ("attn" in name) == (other.grad is None)
         if parameter.grad is not None:
             close(state.gather(name, parameter.grad), state.gather(name, other.grad), f"the gradient of {name}")
+
+
+def checkpointed_on_a_thread_of_autograds(mesh: DeviceMesh) -> None:
+    """On CUDA a checkpoint is computed again on a thread of autograd's: within the region of a loss, if the backward pass is in it."""
+    torch.manual_seed(0)
+    alone = NanoGpt(dropout=0.2).double()
+    split, state = pair(mesh, alone, DropoutRandomness.AS_ONE_PROCESS)
+    opened: list[list[RegionMode]] = []
+    for model in (alone, split):
+        block = model.transformer.h[0]
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    split.transformer.h[0].mlp.register_forward_pre_hook(
+        lambda *_: opened.append([mode for mode in function_modes() if isinstance(mode, RegionMode)])
+    )
+    torch.manual_seed(9)
+    alone(tokens()).square().sum().backward()
+    torch.manual_seed(9)
+    output = split(tokens())
+    with passes_on_threads_of_autograd() as passes, loss_parallel(mesh):
+        output.square().sum().backward()
+    assert passes() == 1
+    assert [len(regions) for regions in opened] == [1, 1]  # another one would apply rules to what rules call
+    same_gradients(alone, split, state)
 
 
 def autocast(mesh: DeviceMesh) -> None:

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.conftest import Shell
+
+_WITHOUT_LATE_THREADS = Path(__file__).parents[1] / "programs" / "without_late_threads.py"
 _RANK = Path(__file__).with_name("ending_rank.py")
 _TIMEOUT_S = 100
 
@@ -32,3 +35,11 @@ def test_a_rank_that_raises_while_gloo_has_something_to_do_ends_with_1(what: str
         told += raising.communicate("", timeout=_TIMEOUT_S)[1]
         status = raising.returncode
     assert status == 1, told
+
+
+def test_a_script_that_closes_nothing_ends_without_a_traceback_where_python_starts_no_thread_at_exit(shell: Shell) -> None:
+    code, out, err = shell.run("run", "--standalone", "--nproc-per-node", "2", _WITHOUT_LATE_THREADS)
+    assert code == 0, err
+    assert out.count("the script has ended") == 2
+    assert "Traceback" not in err
+    assert "still being destroyed" not in err

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from shoal_common.errors import ConfigurationError, DeadlineError, InvalidReques
 from shoal_worker.backends import native_threads
 from shoal_worker.backends.nccl.backend import NCCLBackend
 from shoal_worker.backends.nccl.device import WATCHDOG
-from shoal_worker.torch_internals import AllreduceOptions
+from shoal_worker.torch_internals import AllreduceOptions, AllToAllOptions
 
 from tests.fake_device.library import FakeCuda, in_threads
 from tests.fake_device.machine import Stream
@@ -22,6 +24,8 @@ from tests.fake_device.ranks import PATIENCE, SEEDS, ProcessEnded, Ranks, close,
 from tests.zygote.children import eventually
 
 _SHORT = timedelta(seconds=0.2)
+ends_in_a_thread = pytest.mark.filterwarnings("ignore:Exception in thread shoal-nccl-limit:pytest.PytestUnhandledThreadExceptionWarning")
+"""Marks tests in which the process would also have ended by the thread that keeps the time of an abort."""
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +76,32 @@ def test_numbers_and_messages_of_hosts_do_not_wait_for_the_device() -> None:
     started(backends[0], torch.ones(3))
     started(backends[1], torch.ones(5))
     assert in_threads([lambda backend=backend: backend.sum_numbers([1.0, 2.0]) for backend in backends]) == [[2.0, 4.0]] * 2
+    close(backends)
+
+
+@pytest.mark.parametrize("blocking", ["0", "1"])
+def test_parts_are_exchanged_with_equal_sizes_and_without(blocking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch raises "operation in progress" where parts are equal, no sizes are given and the communicator does not block."""
+    monkeypatch.setenv("SHOAL_NCCL_BLOCKING", blocking)
+    ranks = Ranks(2)
+    backends = ranks.form()
+
+    def exchange(rank: int) -> Any:
+        given = torch.arange(4.0) + 10 * rank
+        by_backend, uneven = torch.empty(4), torch.empty(2 if rank == 0 else 6)
+        backends[rank].all_to_all(by_backend, given)
+        backends[rank].all_to_all(uneven, given, [1, 1] if rank == 0 else [3, 3], [1, 3])
+        by_group = []
+        for name in ("all_to_all_single", "alltoall_base"):  # as torch's Python and C++ call it
+            by_group.append(torch.empty(4))
+            getattr(backends[rank].process_group, name)(by_group[-1], given, [], [], AllToAllOptions()).wait()
+        assert all(torch.equal(each, by_backend) for each in by_group)
+        return by_backend.tolist(), uneven.tolist()
+
+    assert in_threads([lambda rank=rank: exchange(rank) for rank in range(2)]) == [
+        ([0.0, 1.0, 10.0, 11.0], [0.0, 10.0]),
+        ([2.0, 3.0, 12.0, 13.0], [1.0, 2.0, 3.0, 11.0, 12.0, 13.0]),
+    ]
     close(backends)
 
 
@@ -138,6 +168,7 @@ def test_a_collective_that_takes_too_long_ends_the_group() -> None:
     close(backends)
 
 
+@ends_in_a_thread
 def test_an_abort_that_does_not_complete_ends_the_process() -> None:
     ranks = Ranks(2)
     backends = ranks.form(limit=_SHORT)
@@ -149,6 +180,72 @@ def test_an_abort_that_does_not_complete_ends_the_process() -> None:
     assert ended.args[0] == 75
     assert "cuda:0 did not come to rest within 0.2 s" in ended.args[1]
     assert isinstance(outcome(backends[0].shutdown), ProcessEnded)  # nor is the memory given to the next group
+    ranks.machine.release_aborts()
+    close(backends)
+
+
+def test_heartbeats_go_on_while_an_abort_takes_long() -> None:
+    """torch 2.11 asks a work under the mutex that an abort holds, and keeps the GIL: asked then, it stops all threads of Python."""
+    ranks = Ranks(2)
+    ranks.machine.freeze_s = 3.0
+    backends = ranks.form()
+    ranks.machine.aborts_held = True
+    with heartbeats() as (beats, longest_pause):
+        work = started(backends[0], torch.ones(3))
+        waiting = threading.Thread(target=outcome, args=[work.wait])
+        waiting.start()
+        backends[0].abort("a fault")
+        eventually(lambda: stream_of(ranks, 0).aborting, "the abort to begin")
+        assert work.is_completed()  # as code of torch's asks
+        assert work.ended  # as the thread does that keeps the time
+        before = beats()
+        eventually(lambda: beats() > before + 50, "heartbeats")
+        assert waiting.is_alive()
+    assert ranks.machine.frozen == []
+    assert longest_pause() < ranks.machine.freeze_s / 2
+    ranks.machine.release_aborts()
+    waiting.join()
+    close(backends)
+
+
+@contextlib.contextmanager
+def heartbeats() -> Iterator[tuple[Callable[[], int], Callable[[], float]]]:
+    """Runs a thread that beats a hundred times a second. Gives its beats so far, and the longest pause between two in seconds."""
+    done, pauses = threading.Event(), [0.0]
+
+    def beat() -> None:
+        last = time.monotonic()
+        while not done.wait(0.01):
+            now = time.monotonic()
+            pauses.append(now - last)
+            last = now
+
+    beating = threading.Thread(target=beat)
+    beating.start()
+    try:
+        yield lambda: len(pauses), lambda: max(pauses)
+    finally:
+        done.set()
+        beating.join()
+
+
+@ends_in_a_thread
+def test_a_host_that_is_held_up_in_the_device_does_not_keep_a_stuck_abort_from_ending_the_process() -> None:
+    """The thread that issues collectives reads a loss, behind the kernel that the abort does not end, and comes to no wait of Shoal's."""
+    ranks = Ranks(2)
+    backends = ranks.form(limit=_SHORT)
+    ended: list[str] = []
+
+    def note(status: int, why: str) -> NoReturn:
+        ended.append(why)
+        raise ProcessEnded(status, why)
+
+    backends[0]._ending._end_process = note
+    ranks.machine.aborts_held = True
+    started(backends[0], torch.ones(3))
+    backends[0].abort("a fault")
+    eventually(lambda: bool(ended), "the process to end")
+    assert "cuda:0 did not come to rest within 0.2 s" in ended[0]
     ranks.machine.release_aborts()
     close(backends)
 
@@ -413,6 +510,7 @@ def test_a_library_that_does_not_connect_is_given_up_and_leaves_nothing() -> Non
     for given_up in in_threads([lambda rank=rank: connect(rank) for rank in range(2)]):
         assert isinstance(given_up, DeadlineError | MembershipChanged)
     eventually(lambda: all(stream.aborted for stream in ranks.machine.streams), "all streams to be aborted")
+    assert not ranks.machine.frozen
     eventually(lambda: not (nccl_threads() - before), "threads of NCCL to end")
 
 
@@ -441,6 +539,48 @@ def test_connecting_ends_at_once_when_it_is_given_up() -> None:
     eventually(lambda: not (nccl_threads() - before), "threads of NCCL to end")
 
 
+def test_where_communicators_block_a_dead_peer_holds_nobody_up_but_the_thread_that_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can abort what torch has no handle of. When the peer comes after all, the communicator is aborted and never used."""
+    monkeypatch.setenv("SHOAL_NCCL_BLOCKING", "1")
+    before = nccl_threads()
+    ranks = Ranks(2)
+    ranks.machine.connecting_held = True
+    backends = [ranks.backend(rank, limit=_SHORT) for rank in range(2)]
+    store = dist.HashStore()
+
+    def connect(rank: int) -> None:
+        backends[rank].initialize(rank=rank, world_size=2, store=store, connect_timeout=PATIENCE)
+
+    def die() -> None:
+        eventually(lambda: len(ranks.machine.streams) == 2, "both ranks to connect")
+        backends[1].abort("died")
+
+    begun = time.monotonic()
+    for given_up in in_threads([lambda: connect(0), lambda: connect(1), die])[:2]:
+        assert isinstance(given_up, MembershipChanged)
+    assert time.monotonic() - begun < PATIENCE.total_seconds() / 2
+    for backend in backends:
+        backend.rest()  # nothing of the group uses memory: the next one may be formed
+    assert [each.name for each in nccl_threads() - before] == ["shoal-nccl-forming"] * 2
+    for stream in ranks.machine.streams:
+        stream.communicator.stand()
+    eventually(lambda: all(stream.aborted for stream in ranks.machine.streams), "late communicators to be aborted")
+    eventually(lambda: not (nccl_threads() - before), "threads of NCCL to end")
+    assert not any(stream.queue for stream in ranks.machine.streams)
+    close(backends)
+
+
+def test_ranks_connect_and_reduce_where_communicators_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_NCCL_BLOCKING", "1")
+    ranks = Ranks(3)
+    backends = ranks.form()
+    assert {native._options.config.blocking for device in ranks.devices for native in device.natives} == {1}
+    tensors = [torch.ones(2) for _ in range(3)]
+    in_threads([lambda rank=rank: backends[rank].all_reduce(tensors[rank]) for rank in range(3)])
+    assert [tensor.tolist() for tensor in tensors] == [[3.0] * 2] * 3
+    close(backends)
+
+
 def test_a_rank_that_does_not_come_to_a_split_holds_the_others_up_and_ends_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch holds meanwhile the lock that the abort of the whole needs; as long as that may be, it is waited for."""
     monkeypatch.setenv("SHOAL_NCCL_SPLIT", "1")
@@ -466,6 +606,7 @@ def test_a_rank_that_does_not_come_to_a_split_holds_the_others_up_and_ends_none_
     assert all(stream.aborted for stream in ranks.machine.streams)
 
 
+@ends_in_a_thread
 def test_once_parts_were_split_off_an_abort_may_take_no_longer_than_any(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_NCCL_SPLIT", "1")
     ranks = Ranks(2)

@@ -19,6 +19,7 @@ from shoal_worker.backends.waits import Waits
 from shoal_worker.elastic import fixed
 from torch import nn
 
+from tests.fake_device.autograd import passes_on_threads_of_autograd
 from tests.fake_device.library import FakeCuda, in_threads, leaving_together
 from tests.fake_device.machine import Machine
 
@@ -89,8 +90,10 @@ def on_devices(machine: Machine, prototype: nn.Module, strategy: str, options: d
             shutdown()
             return trained
 
-    with mock.patch.object(fixed, "backend_class", return_value=Own), worlds.installed():
-        return in_threads([lambda rank=rank: be(rank) for rank in range(_WORLD)])
+    with mock.patch.object(fixed, "backend_class", return_value=Own), worlds.installed(), passes_on_threads_of_autograd() as passes:
+        outcomes = in_threads([lambda rank=rank: be(rank) for rank in range(_WORLD)])
+        assert passes() >= _WORLD * _STEPS
+        return outcomes
 
 
 def trained_as_by_one_process(strategy: str, options: dict[str, Any], *, sparse: bool) -> Machine:
@@ -107,6 +110,7 @@ def trained_as_by_one_process(strategy: str, options: dict[str, Any], *, sparse:
     assert not any(machine.busy(device) for device in range(_WORLD))
     assert all(stream.destroyed for stream in machine.streams)  # the groups of parts, too, were finalized and not aborted
     assert not machine.crashes
+    assert not machine.frozen
     return machine
 
 

@@ -10,10 +10,11 @@ import pytest
 
 PRELUDE = """
 import atexit, importlib.util, sys
+backward = False
 spec = importlib.util.spec_from_file_location("script_end", {path!r})  # without torch, which the package imports
 script_end = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(script_end)
-end = script_end.ScriptEnd()
+end = script_end.ScriptEnd(in_backward=lambda: backward)
 end.install()
 atexit.register(lambda: print(end.failure()))
 """
@@ -36,6 +37,13 @@ SOURCE = Path(__file__).parents[3] / "worker" / "shoal_worker" / "elastic" / "sc
         ("try: sys.exit(3)\nexcept SystemExit: pass", 0, "None"),
         ("try: sys.exit(0)\nexcept SystemExit: raise ValueError('x')", 1, "ValueError: x"),
         ("import threading; t = threading.Thread(target=sys.exit, args=(3,)); t.start(); t.join()", 0, "None"),
+        # A hook on a thread of autograd's, which hands the exception on.
+        (
+            "import concurrent.futures; backward = True\nwith concurrent.futures.ThreadPoolExecutor() as autograd:\n"
+            "    error = autograd.submit(sys.exit, 3).exception()\nraise error",
+            3,
+            "sys.exit(3)",
+        ),
     ],
 )
 def test_a_script_that_ended_badly_is_told_from_one_that_ended_well(ending: str, status: int, failure: str, tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -73,15 +75,34 @@ def _sample() -> _Sample | None:
 _MOST: Final = timedelta(seconds=5)
 
 _lock = threading.Lock()
-_running: dict[threading.Thread, float] = {}
-"""Threads that were started here and have not ended, with the seconds that the interpreter's exit waits for each."""
-_undestroyed: dict[threading.Thread, tuple[list[object], threading.Event]] = {}
-"""Threads of `_running` that destroy something: what, and the event after which they do. The lock guards this and `_running`."""
+_running: set[_Call] = set()
+"""Calls that were started here and have not ended. Guarded by the lock."""
+
+
+class _Call:
+    """What a thread of this module calls."""
+
+    def __init__(self, call: Callable[[], object], most_s: float, *, destroys: tuple[list[object], threading.Event] | None = None) -> None:
+        """`most_s`: for how long the interpreter's exit waits for it. `destroys`: what it destroys, and the event after which it does."""
+        self._call = call
+        self.most_s = most_s
+        self.destroys = destroys
+        self.over = threading.Event()
+
+    def __call__(self) -> None:
+        try:
+            self._call()
+        finally:
+            with _lock:
+                _running.discard(self)
+            self.over.set()
 
 
 def start(call: Callable[[], object], *, name: str, most_s: float = _MOST.total_seconds()) -> None:
     """Runs `call`, which calls torch and may take long there, on a thread called `name`. The exit waits for it, at most `most_s`."""
-    _start(call, name, most_s)
+    one = _Call(call, most_s)
+    if not _start(one, name):
+        _reserve.put(one)
 
 
 def drop(references: list[object], *, when: threading.Event) -> None:
@@ -94,7 +115,9 @@ def drop(references: list[object], *, when: threading.Event) -> None:
         when.wait()
         references.clear()
 
-    _start(destroy, "shoal-group-end", _MOST.total_seconds(), (references, when))
+    if not _start(_Call(destroy, _MOST.total_seconds(), destroys=(references, when)), "shoal-group-end"):
+        for reference in references:  # their connections are closed, and the process is about to end
+            keep(reference)
 
 
 def keep(reference: object) -> None:
@@ -106,36 +129,51 @@ def wait(timeout: timedelta) -> bool:
     """Waits for all that runs; False if some still does after `timeout`. Does not wait for groups that are not finished."""
     started = time.monotonic()
     with _lock:
-        waits = {thread for thread, (_, when) in _undestroyed.items() if not when.is_set()}
-        running = [(thread, most_s) for thread, most_s in _running.items() if thread not in waits]
-    for thread, most_s in running:
-        thread.join(max(0.0, started + min(most_s, timeout.total_seconds()) - time.monotonic()))
-    return not any(thread.is_alive() for thread, _ in running)
+        running = [call for call in _running if call.destroys is None or call.destroys[1].is_set()]
+    ended = [call.over.wait(max(0.0, started + min(call.most_s, timeout.total_seconds()) - time.monotonic())) for call in running]
+    return all(ended)
 
 
-def _start(call: Callable[[], object], name: str, most_s: float, destroys: tuple[list[object], threading.Event] | None = None) -> None:
-    def run() -> None:
-        try:
-            call()
-        finally:
-            with _lock:
-                _running.pop(thread, None)
-                _undestroyed.pop(thread, None)
-
+def _start(call: _Call, name: str) -> bool:
+    """Returns whether a thread was started for `call`. Where the reserve has to take its place, it is noted as running all the same."""
     # Daemons: what never ends must not keep the process.
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    with _lock:
-        _running[thread] = most_s
-        if destroys is not None:
-            _undestroyed[thread] = destroys
-    thread.start()
+    thread = threading.Thread(target=call, name=name, daemon=True)
+    with _lock:  # which a call that ends at once waits for
+        try:
+            thread.start()
+        except RuntimeError:
+            if not STARTS_NONE_AT_EXIT:
+                raise
+            if call.destroys is None:
+                _running.add(call)
+            return False
+        _running.add(call)
+    return True
+
+
+# Python 3.12.0 to 3.12.2 start no thread once the interpreter goes down (gh-113964), which is when the groups of a script end that does not
+# call shoal.shutdown(). There some threads are started beforehand. Four: where a group is finalized one waits for torch and another one keeps
+# the time, and the group may have parts.
+
+STARTS_NONE_AT_EXIT: Final = (3, 12, 0) <= sys.version_info[:3] <= (3, 12, 2)
+_reserve: Final[queue.SimpleQueue[_Call]] = queue.SimpleQueue()
+
+
+def _be_reserve() -> None:
+    while True:
+        _reserve.get()()
+
+
+if STARTS_NONE_AT_EXIT:
+    for _number in range(4):
+        threading.Thread(target=_be_reserve, name=f"shoal-reserve-{_number}", daemon=True).start()
 
 
 def _at_exit() -> None:
     wait_until_still(_MOST.total_seconds())
     wait(_MOST)
     with _lock:
-        unfinished = [references for references, when in _undestroyed.values() if not when.is_set()]
+        unfinished = [call.destroys[0] for call in _running if call.destroys is not None and not call.destroys[1].is_set()]
     for references in unfinished:
         for reference in references:
             keep(reference)

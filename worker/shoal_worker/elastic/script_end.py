@@ -19,10 +19,19 @@ from typing import Any, NoReturn
 class ScriptEnd:
     """Watches from `install` on."""
 
-    def __init__(self, account_for: Callable[[BaseException, TracebackType | None], None] = lambda error, traceback: None) -> None:
-        """`account_for` is called with an uncaught exception, after its traceback was printed; the process takes its status from a
-        SystemExit that it raises."""
+    def __init__(
+        self,
+        account_for: Callable[[BaseException, TracebackType | None], None] = lambda error, traceback: None,
+        in_backward: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """
+        account_for: called with an uncaught exception, after its traceback was printed; the process
+            takes its status from a SystemExit that it raises.
+        in_backward: whether the calling thread runs a backward pass. On CUDA that is a thread of
+            autograd's, whose exceptions are raised in the thread that called `backward`.
+        """
         self._account_for = account_for
+        self._in_backward = in_backward
         self._uncaught: str | None = None
         self._exit: str | None = None
         """What sys.exit was last asked for; empty: to end well; None: it was not called."""
@@ -50,7 +59,8 @@ class ScriptEnd:
         self._account_for(value, traceback)
 
     def _note_exit(self, status: Any = None, /) -> NoReturn:
-        if threading.current_thread() is threading.main_thread():  # elsewhere it ends the thread alone
+        # Elsewhere it ends the thread alone.
+        if threading.current_thread() is threading.main_thread() or self._in_backward():
             self._exit = "" if status is None or status == 0 else f"sys.exit({status!r})"
         self._sys_exit(status)
 

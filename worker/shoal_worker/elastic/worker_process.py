@@ -45,6 +45,7 @@ from shoal_worker.elastic.session import Session
 from shoal_worker.elastic.transfer import StateDonor
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings, check_not_torchrun, error_file, mpi_world_size
+from shoal_worker.torch_internals import in_backward
 
 # ----------------------------------------------------------------------------------------------------------------- this process's session
 #
@@ -176,7 +177,7 @@ def open_session(settings: WorkerSettings | None = None) -> Session:
         keep_freed_memory()  # gradients, and an optimizer's intermediate results, come and go in every step
     if settings.coordinator is None and mpi_world_size() > 1:
         session = open_fixed(own_seat(settings.collective_timeout), own=_address_outwards(settings), host=settings.host)
-        script = ScriptEnd()
+        script = ScriptEnd(in_backward=in_backward)
         script.install()
         atexit.register(_end, session, script)
         return session
@@ -268,7 +269,7 @@ def _end(session: Session, script: ScriptEnd) -> None:
 @functools.cache
 def _script_end() -> ScriptEnd:
     """One for the process, whose sessions come and go where it is a notebook's or a test's."""
-    script = ScriptEnd()
+    script = ScriptEnd(in_backward=in_backward)
     script.install()
     return script
 
@@ -291,7 +292,7 @@ class _Exit:
         self._session = session
         self._membership = membership
         self._http = http
-        self._script = ScriptEnd(account_for)
+        self._script = ScriptEnd(account_for, in_backward)
         self._excepthook = sys.excepthook
         self._asked_at: float | None = None
 

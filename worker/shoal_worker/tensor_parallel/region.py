@@ -5,7 +5,8 @@ DTensor refuses to mix with plain tensors, draws the same dropout mask on every 
   - gets its plain tensors as replicated DTensors. A tensor that needs a gradient is turned once for all of a block's layers that take it,
     so that query, key and value together cost one all-reduce in the backward pass;
   - runs by a rule of ours where there is one.
-Calls without a DTensor run as ever. Regions nest; only the outermost installs the mode. Each thread has its own: a rank may be a thread.
+Calls without a DTensor run as ever. Regions nest; only the outermost installs the mode. The open one is found among torch's function modes,
+which each thread has for itself and autograd takes to its own threads: there the blocks of a checkpoint are computed again.
 
 Rules are for torch functions for which DTensor's own way is wrong, missing or needs communication that can be spared. A rule gets the
 region, the function and its arguments; torch functions called inside a rule see no mode.
@@ -14,7 +15,6 @@ region, the function and its arguments; torch functions called inside a rule see
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from shoal_worker.tensor_parallel.attention import dropout, scaled_dot_product_attention
 from shoal_worker.tensor_parallel.context import DropoutRandomness, ParallelContext, holds_dtensor, placement_of, plain, split_dimension
 from shoal_worker.tensor_parallel.loss import vocabulary_parallel_cross_entropy
-from shoal_worker.torch_internals import _StridedShard
+from shoal_worker.torch_internals import _StridedShard, function_modes
 
 
 class Region(Protocol):
@@ -173,15 +173,8 @@ RULES: dict[Any, Rule] = {
 """By the function as torch's override protocol names it."""
 
 
-class _Active(threading.local):
-    mode: RegionMode | None = None
-
-
-_active = _Active()
-
-
 class RegionMode(TorchFunctionMode):
-    """Installed by `region`. Belongs to one thread."""
+    """Installed by `region`. Belongs to one rank: to its thread, and in a backward pass to the thread of autograd's that this waits for."""
 
     def __init__(self, context: ParallelContext) -> None:
         super().__init__()
@@ -232,29 +225,27 @@ def region(context: ParallelContext, *, leaf: bool = False) -> Iterator[RegionMo
 
     A `leaf` shares what was turned in the region around it.
     """
-    outer = _active.mode
+    outer = next((mode for mode in reversed(function_modes()) if isinstance(mode, RegionMode)), None)
     if outer is not None and outer.context.mesh is context.mesh:
-        if leaf:
-            yield outer
-            return
-        outer.entered.append({})
+        around = outer.context
+        outer.context = context  # a model's block may be computed within the region of a loss
+        if not leaf:
+            outer.entered.append({})
         try:
             yield outer
         finally:
-            outer.entered.pop()
+            outer.context = around
+            if not leaf:
+                outer.entered.pop()
         return
     mode = RegionMode(context)
-    _active.mode = mode
-    try:
-        with contextlib.ExitStack() as stack:
-            if torch.is_inference_mode_enabled():
-                # There DTensor gives some views (flatten, unflatten) the shape of the local tensor.
-                stack.enter_context(torch.inference_mode(False))
-                stack.enter_context(torch.no_grad())
-            stack.enter_context(mode)
-            yield mode
-    finally:
-        _active.mode = outer
+    with contextlib.ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            # There DTensor gives some views (flatten, unflatten) the shape of the local tensor.
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        stack.enter_context(mode)
+        yield mode
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar, Final, TypeVar
 
 import torch
@@ -118,8 +119,7 @@ class InterruptibleGroup(ForwardingGroup):
         if self._sums is not None:
             self._sums.shut_down()
         if unfinished:
-            arguments = unfinished, reason, self._sockets.drain
-            threading.Thread(target=end_works, args=arguments, name="shoal-gloo-abort", daemon=True).start()
+            native_threads.start(partial(end_works, unfinished, reason, self._sockets.drain), name="shoal-gloo-abort")
         if self._ended is not None:
             self._ended(reason)
 

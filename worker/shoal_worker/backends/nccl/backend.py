@@ -73,7 +73,6 @@ class NCCLBackend(CommunicationBackend):
         self._connect_limit = connect_limit
         self._ending = Ending(self._device)
         self._group: DeviceGroup | None = None
-        self._native: Native | None = None
         self._comes_from: tuple[NCCLBackend, int] | None = None
         reference = weakref.ref(self)
 
@@ -99,6 +98,8 @@ class NCCLBackend(CommunicationBackend):
             )
             limit = max(connect_timeout, self._connect_limit)
             split = self._split(limit)
+            if self._device.blocks:
+                self._ending.connects(limit)
             native = within(limit, lambda: self._connected(store, limit, split), given_up=lambda: self._reason)
             name = f"shoal_nccl_{next(_NUMBERS)}"
             self._group = DeviceGroup(
@@ -124,23 +125,24 @@ class NCCLBackend(CommunicationBackend):
         if self._comes_from is None or not self._device.splits:
             return None
         whole, part = self._comes_from
-        if whole._native is None:
+        if whole._native is None or not whole.is_initialized:
             return None
-        whole._ending.waits_for_splits(limit)
+        whole._ending.splits(limit)
         return Split(whole=whole._native, part=part)
 
     def _connected(self, store: Store, limit: timedelta, split: Split | None) -> dist.ProcessGroup:
         comes_from = self._comes_from
         try:
             check_own_device(self._device, store, self.rank, self.world_size)
-            return self._device.connect(store, self.rank, self.world_size, limit, self._made, split)
+            return self._device.connect(store, self.rank, self.world_size, limit, self._ending, split)
         finally:
+            self._ending.has_connected()
             if comes_from is not None:
-                comes_from[0]._ending.split_is_over()
+                comes_from[0]._ending.has_split()
 
-    def _made(self, native: Native) -> None:
-        self._native = native
-        self._ending.covers(native)
+    @property
+    def _native(self) -> Native | None:
+        return self._ending.native
 
     @property
     def host_group(self) -> dist.ProcessGroup:
@@ -211,7 +213,7 @@ class NCCLBackend(CommunicationBackend):
 
     def _release(self) -> None:
         group, self._group = self._group, None
-        self._process_group = self._native = self._comes_from = None
+        self._process_group = self._comes_from = None
         self._host.shutdown()
         if group is not None:
             group.shutdown()

@@ -5,7 +5,9 @@ for a minute with a lock that the next collective needs. Shoal keeps the time it
 environment variables, which it reads when a group is made, and by a timeout that never comes. What can be read in torch 2.13's sources
 (ProcessGroupNCCL.cpp) stands beside each variable.
 
-Communicators do not block: a blocking one cannot be aborted until all ranks have come, since torch has no handle of it before.
+Communicators do not block, unless SHOAL_NCCL_BLOCKING asks for it: a blocking one cannot be aborted until all ranks have come, since torch
+has no handle of it before. torch 2.7.1 turned communicators that do not block off by default (pytorch#153960), so its own tests no longer
+cover them as they did; hence the setting.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, Final, Protocol
@@ -24,7 +25,7 @@ from shoal_common.errors import ConfigurationError, DeadlineError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shoal_worker.settings import WorkerSettings, force_environment
-from shoal_worker.torch_internals import AllreduceOptions, DebugLevel, get_debug_level
+from shoal_worker.torch_internals import AllreduceOptions, DebugLevel, Work, get_debug_level
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +47,11 @@ WATCHDOG: Final = {
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
 """Variables that ProcessGroupNCCL reads when it is made, with what they have to be."""
+QUIET: Final = {
+    # A warning at the first message: torch runs those of one group in the order of its collectives, which Shoal reckons with.
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
+}
+"""Variables for what ProcessGroupNCCL would tell users, who can do nothing about it."""
 _OF_LAUNCHERS: Final = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
 """What torchrun, and `shoal run` for plain scripts, set for all workers."""
 _NEVER: Final = timedelta(days=3650)
@@ -75,6 +81,22 @@ class Split:
     part: int
 
 
+class Life(Protocol):
+    """The life of the native group that a device connects (`ending.Ending`)."""
+
+    def covers(self, native: Native) -> None:
+        """Takes what the group's end aborts, as soon as it has been made."""
+        ...
+
+    def check_wanted(self, native: Native) -> None:
+        """Aborts a group that has connected after its end had begun, and raises GroupEndedError then."""
+        ...
+
+    def has_ended(self, work: Work) -> bool:
+        """Returns whether a work has completed or failed, or the group's end has begun. Does not block."""
+        ...
+
+
 class Device(Protocol):
     """A device on which collectives are queued: the host goes on before they have run."""
 
@@ -97,11 +119,14 @@ class Device(Protocol):
         """Whether groups are to be split off others, and the library can; the same for all ranks with one environment."""
         ...
 
-    def connect(
-        self, store: Store, rank: int, size: int, timeout: timedelta, made: Callable[[Native], None], split: Split | None = None
-    ) -> dist.ProcessGroup:
-        """Connects a group of its own to that of all ranks; blocks. `made` gets what can be aborted, as soon as there is something. While
-        it is split off another, that one cannot be aborted, for as long as `timeout` says.
+    @property
+    def blocks(self) -> bool:
+        """Whether nothing frees `connect` before all ranks have come."""
+        ...
+
+    def connect(self, store: Store, rank: int, size: int, timeout: timedelta, life: Life, split: Split | None = None) -> dist.ProcessGroup:
+        """Connects a group of its own to that of all ranks; blocks. While it is split off another, that one cannot be aborted, for as long
+        as `timeout` says.
 
         Raises DeadlineError or RuntimeError when a rank does not come within `timeout`, and RuntimeError for what the library says.
         """
@@ -147,25 +172,30 @@ class CudaDevice:
             and hasattr(self._library().Options, "split_from")
         )
 
-    def connect(
-        self, store: Store, rank: int, size: int, timeout: timedelta, made: Callable[[Native], None], split: Split | None = None
-    ) -> dist.ProcessGroup:
+    @property
+    def blocks(self) -> bool:
+        """See `Device`."""
+        return WorkerSettings().nccl_blocking
+
+    def connect(self, store: Store, rank: int, size: int, timeout: timedelta, life: Life, split: Split | None = None) -> dist.ProcessGroup:
         """See `Device`."""
         keep_watchdog_still(timeout)
         deadline = time.monotonic() + timeout.total_seconds()
         library = self._library()
         options = library.Options()
         options._timeout = _NEVER
-        options.config.blocking = 0
+        options.config.blocking = int(self.blocks)
         if split is not None:
             options.split_from, options.split_color = split.whole, split.part
         native = library(PrefixStore("nccl", store), rank, size, options)
-        made(native)
+        life.covers(native)
         native.eager_connect_single_device(self.device)
+        if self.blocks:
+            life.check_wanted(native)
         # The first collective waits, in C++, until the communicator stands; a communicator that is asked for nothing never says so.
         ready = torch.zeros(1, device=self.device)
         work = native.allreduce([ready], AllreduceOptions())
-        while not work.is_completed():
+        while not life.has_ended(work):
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"the first collective of {size} ranks with NCCL took longer than {timeout.total_seconds():g} s",
@@ -218,6 +248,7 @@ def keep_watchdog_still(connect_timeout: timedelta) -> None:
             "could not go on without that peer. Set it to INFO or OFF before the process starts",
             reason="DEBUG_LEVEL_DETAIL",
         )
+    force_environment(QUIET)
     # Of a communicator that does not block: how long its first use waits for it, and an abort for that. Read once in a process.
     waits = {"TORCH_NCCL_NONBLOCKING_TIMEOUT": str(max(1, math.ceil(connect_timeout.total_seconds())))}
     overruled = dict(force_environment({**WATCHDOG, **waits}))

@@ -4,7 +4,13 @@ An abort that was asked for has not ended anything yet: kernels go on reading an
 gave those tensors to something else, or made a new group beside the old abort, would compute with what a dead collective writes. So a group
 ends in two phases. It is marked ended, at once, from any thread; and what raises for that, or makes the next group, waits here until the
 abort has returned and everything that was queued on the device has ended. Where that takes too long, or the device has failed, no later
-result could be trusted and no new group would connect: the process ends, and its launcher replaces it.
+result could be trusted and no new group would connect: the process ends, and its launcher replaces it. A thread of its own keeps that
+time, since the thread that issues collectives may be in CUDA meanwhile, behind the very kernel that does not end.
+
+torch keeps one mutex for each communicator. An abort holds it until NCCL has returned, a finalization and a split until all ranks have come,
+and `Work.is_completed()` takes it (torch 2.11: NCCLComm::isAborted) without letting go of the GIL. Asked then, it would stop every thread of
+Python, heartbeats and this module's clock included, for as long as NCCL takes. So works are asked here (`has_ended`), under the lock
+under which an end begins, and never afterwards.
 
 Where all ranks leave at once, after a word between their hosts, communicators are finalized instead: NCCL closes what it has opened while
 all ranks are there. torch holds, while it waits for that, the locks that an abort needs (2.13: ProcessGroupNCCL::shutdown,
@@ -19,12 +25,12 @@ import logging
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from shoal_common.exit_status import PUT_OUT
 
 from shoal_worker.backends import native_threads
-from shoal_worker.backends.base import cause_of
+from shoal_worker.backends.base import GroupEndedError, cause_of
 from shoal_worker.backends.nccl.device import Device, Native
 from shoal_worker.backends.process_end import end_now
 
@@ -50,27 +56,49 @@ class Ending:
     ) -> None:
         self._device = device
         self._limit_s = limit.total_seconds()
-        self._split_s = 0.0
+        self._held_s = 0.0
         """How much longer an abort may take now."""
         self._finalize_limit_s = finalize_limit.total_seconds()
         self._end_process = end_process
         self._lock = threading.Lock()
         self._natives: list[Native] = []
-        """What is to be aborted, or finalized. Guarded by the lock, as the next one."""
+        """What is to be aborted, or finalized. Guarded by the lock, as the next two."""
         self._began = False
         """One of the two has begun, and so the other does not."""
+        self._splits = False
+        """The library splits parts off the group."""
         self._over = threading.Event()
         """Nothing reads or writes the group's memory any more, or the device has failed."""
         self._failure: str | None = None
         """Why the device cannot be used any more."""
 
-    def waits_for_splits(self, at_most: timedelta) -> None:
-        """Parts are split off the group, until `split_is_over`: torch holds the lock that an abort needs, for at most so long."""
-        self._split_s = at_most.total_seconds()
+    def splits(self, at_most: timedelta) -> None:
+        """Notes that parts are split off the group, until `has_split`: torch holds the mutex that an abort needs, for at most so long."""
+        with self._lock:
+            self._held_s, self._splits = at_most.total_seconds(), True
 
-    def split_is_over(self) -> None:
-        """The library has let go of that lock. Any thread."""
-        self._split_s = 0.0
+    def has_split(self) -> None:
+        """Notes that the library has released that mutex. Any thread."""
+        with self._lock:
+            self._held_s, self._splits = 0.0, False
+
+    def connects(self, at_most: timedelta) -> None:
+        """Notes that the group connects with a communicator that blocks, until `has_connected`: nothing frees it, for at most so long."""
+        with self._lock:
+            self._held_s = at_most.total_seconds()
+
+    def has_connected(self) -> None:
+        """Notes the end of what `connects` noted. Any thread."""
+        with self._lock:
+            self._held_s = 0.0
+
+    def has_ended(self, work: Any) -> bool:
+        """Returns whether a work of the group has completed or failed, or the group's end has begun. Does not block. Any thread.
+
+        Raises RuntimeError for what the library has noticed.
+        """
+        with self._lock:
+            return self._began or (not self._splits and bool(work.is_completed()))
 
     def covers(self, native: Native) -> None:
         """`native` has been made: the end aborts it, at once if it has begun."""
@@ -80,14 +108,32 @@ class Ending:
         if late:
             native_threads.start(native.abort, name="shoal-nccl-abort", most_s=self._limit_s)
 
+    @property
+    def native(self) -> Native | None:
+        """The group itself, once it has been made."""
+        with self._lock:
+            return self._natives[-1] if self._natives else None
+
+    def check_wanted(self, native: Native) -> None:
+        """Aborts `native`, which blocked and has connected, if the end had begun before, when torch had nothing to abort yet.
+
+        Raises GroupEndedError once the abort has returned.
+        """
+        with self._lock:
+            wanted = not self._began
+        if not wanted:
+            native.abort()
+            raise GroupEndedError("the group was ended while it connected")
+
     def begin(self) -> None:
         """Aborts the group and returns at once. Idempotent."""
         with self._lock:
             if self._began:
                 return
             self._began = True
-            natives = list(self._natives)
-        native_threads.start(lambda: self._end(natives), name="shoal-nccl-abort", most_s=self._limit_s + self._split_s)
+            natives, limit_s = list(self._natives), self._limit_s + self._held_s
+        native_threads.start(lambda: self._end(natives), name="shoal-nccl-abort", most_s=limit_s)
+        native_threads.start(lambda: self._keep_limit(limit_s), name="shoal-nccl-limit", most_s=limit_s)
 
     def finalize(self) -> None:
         """Finalizes the group, on which nothing is queued, as all ranks do at about the same time. Returns at once; `wait` waits for it, or
@@ -117,15 +163,17 @@ class Ending:
     def wait(self) -> None:
         """Returns when the group's memory can be used for something else. Ends the process if the device has failed, or does not come to
         rest within the limit."""
-        limit_s = self._limit_s + self._split_s
+        self._keep_limit(self._limit_s + self._held_s)
+        if self._failure is not None:
+            self.failed(self._failure)
+
+    def _keep_limit(self, limit_s: float) -> None:
         if not self._over.wait(limit_s):
             self._end_process(
                 PUT_OUT,
                 f"{self._device.where} did not come to rest within {limit_s:g} s after a group on it had ended, so its memory "
                 f"cannot be used again: this worker ends with status {PUT_OUT}, for its launcher to start it anew",
             )
-        if self._failure is not None:
-            self.failed(self._failure)
 
     def failed(self, cause: str) -> NoReturn:
         """Ends the process, for the device has failed."""

@@ -33,7 +33,7 @@ from shoal_worker.backends.nccl.ending import Ending
 from shoal_worker.backends.nccl.ordered import OrderedWorks
 from shoal_worker.backends.python_group import ForwardingGroup
 from shoal_worker.backends.waits import Waits
-from shoal_worker.torch_internals import AllgatherOptions, Work, native_collective
+from shoal_worker.torch_internals import AllgatherOptions, AllToAllOptions, Work, native_collective
 
 _PAUSE_S: Final = 20e-6
 _REFUSALS: Final = ("ncclInvalidArgument", "ncclInvalidUsage")
@@ -61,6 +61,7 @@ class DeviceWork(Work):
 
         Raises GroupEndedError when the group is over, which it also is when this takes too long; no kernel of the group runs then.
         """
+        self._group.raise_if_ended()
         if not self._has_ended():
             self._await(timeout or self._group.timeout)
         self._follow()
@@ -83,9 +84,9 @@ class DeviceWork(Work):
 
     @property
     def ended(self) -> bool:
-        """The kernel has run, or has failed; for any thread, and whatever becomes of the group."""
+        """Whether the kernel has run or failed, or the group is over. Any thread."""
         try:
-            return bool(self._native.is_completed())
+            return self._group.ending.has_ended(self._native)
         except RuntimeError:  # whoever waits for it is told
             return True
 
@@ -130,9 +131,9 @@ class DeviceWork(Work):
     _source_rank = source_rank
 
     def _has_ended(self) -> bool:
-        """It has completed or failed."""
+        """It has completed or failed, or the group is over."""
         try:
-            return bool(self._native.is_completed())
+            return self._group.ending.has_ended(self._native)
         except RuntimeError as error:
             self._group.lost(self._name, error)
 
@@ -196,7 +197,7 @@ class DeviceGroup(ForwardingGroup):
         """Why the group is over; None: it is not."""
         self._native: dist.ProcessGroup | None = native
         self._device = device
-        self._ending = ending
+        self.ending: Final = ending
         self._ended = ended
         self.ordered: Final = OrderedWorks(timeout, self.overdue)
         """What streams wait for, and the host has not waited for yet."""
@@ -221,21 +222,21 @@ class DeviceGroup(ForwardingGroup):
     def shutdown(self) -> None:
         """Ends the group, waits until no kernel of it runs, and lets go of the native one. Idempotent."""
         self.abort("the process group was shut down")
-        self._ending.wait()
+        self.ending.wait()
         self._native = None
 
     def raise_if_ended(self) -> None:
         """Raises GroupEndedError when the group is over and no kernel of it runs any more."""
         if self.reason is not None:
-            self._ending.wait()
+            self.ending.wait()
             raise GroupEndedError(self.reason)
 
     def lost(self, name: str, error: RuntimeError) -> NoReturn:
         """Ends the group for that failure of a collective, and raises GroupEndedError; ends the process where the device has failed."""
         if self._device.has_failed(error):
-            self._ending.failed(cause_of(error))
+            self.ending.failed(cause_of(error))
         self.abort(f"{name} on rank {self.rank()} of {self.size()} failed: {cause_of(error)}")
-        self._ending.wait()
+        self.ending.wait()
         raise GroupEndedError(self.reason or cause_of(error)) from error
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
@@ -243,6 +244,17 @@ class DeviceGroup(ForwardingGroup):
         if len(tensors) == 1 and tensors[0].is_sparse:
             return self._all_reduce_sparse(tensors[0], opts)
         return self._issue("allreduce", (tensors,) if opts is None else (tensors, opts), {})
+
+    def all_to_all_single(
+        self, output: torch.Tensor, input: torch.Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+    ) -> Work:
+        """`ProcessGroup.all_to_all_single`. Equal parts have their sizes as well: for parts without sizes torch calls ncclAlltoAll (2.11,
+        `all2all_single_equal_split`) and takes ncclInProgress, the answer of a communicator that does not block, for an error."""
+        if not output_sizes and not input_sizes and output.dim() and output.shape[0] % self.size() == 0:
+            output_sizes = [output.shape[0] // self.size()] * self.size()
+        return self._issue("all_to_all_single", (output, input, output_sizes, input_sizes, opts or AllToAllOptions()), {})
+
+    alltoall_base: Any = all_to_all_single
 
     def _all_reduce_sparse(self, tensor: torch.Tensor, opts: Any) -> Work:
         op = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)

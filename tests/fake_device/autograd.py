@@ -1,7 +1,8 @@
-"""Backward passes as CUDA has them: on a thread of autograd's, while the thread that called `backward` waits.
+"""Backward passes as CUDA has them: on a thread of autograd's, while the caller of `backward` waits.
 
-Hooks, callbacks and what a checkpoint computes again run there. torch takes to it what belongs to a thread (grad mode, torch function modes,
-saved-tensor hooks); Python's own thread-locals stay behind. On the host torch has no such thread, so this starts one for each pass.
+Hooks, callbacks and what a checkpoint computes again run there. torch copies what belongs to a thread (grad
+mode, torch function modes); Python's own thread-locals stay behind. On the host torch has no such thread,
+so this starts one for each pass.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ class FakeNCCL(PythonGroup):
     def all_to_all_single(
         self, output: torch.Tensor, input: torch.Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
     ) -> Work:
-        """`ProcessGroup.all_to_all_single`. Without sizes torch calls ncclAlltoAll, and takes "in progress" for an error (2.11, NCCL 2.28)."""
+        """`ProcessGroup.all_to_all_single`. Without sizes torch takes "in progress" for an error (2.11)."""
         work = super().all_to_all_single(output, input, output_sizes, input_sizes, opts)
         if not output_sizes and not input_sizes and not self._blocks:
             raise dist.DistBackendError("NCCL Error 7: NCCL operation in progress")

@@ -89,8 +89,10 @@ class WorkerSettings(CallerSettings):
     """Whether the parts of a mesh over NCCL are split off the communicator of all ranks, where the library can, and not connected anew; the
     same for all workers."""
     nccl_blocking: bool = False
-    """Whether NCCL's communicators block while they connect, for a torch or an NCCL that fails where they do not. A connection attempt can then
-    not be taken back: when a peer dies in it, its thread stays until all ranks have come or the process ends."""
+    """Whether NCCL's communicators block while they connect; the same for all workers. For a torch or
+    an NCCL that fails with communicators that do not. An attempt to connect can then not be aborted:
+    if a peer dies meanwhile, its thread and its memory stay until all ranks come or the process
+    ends."""
     away_timeout_s: float = Field(default=86400.0, gt=0)
     """Longest wait for a coordinator that is away, where training cannot go on without it. It does not count as waiting for a rank."""
 

@@ -140,8 +140,7 @@ def native_collective(group: c10d.ProcessGroup, name: str) -> Callable[..., Work
 
 
 def function_modes() -> list[TorchFunctionMode]:
-    """The torch function modes of this thread, outermost first. autograd takes them to its own threads, which Python's thread-locals do
-    not reach."""
+    """Returns the torch function modes of this thread, outermost first."""
     modes: list[TorchFunctionMode] = _get_current_function_mode_stack()
     return modes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from functools import partial
 from typing import Any
@@ -250,26 +251,27 @@ def checkpointed_copied_compiled_frozen(mesh: DeviceMesh) -> None:
             close(state.gather(name, parameter.grad), state.gather(name, other.grad), f"the gradient of {name}")
 
 
-def checkpointed_on_a_thread_of_autograds(mesh: DeviceMesh) -> None:
-    """On CUDA a checkpoint is computed again on a thread of autograd's: within the region of a loss, if the backward pass is in it."""
+def checkpointed_within_a_loss(mesh: DeviceMesh, elsewhere: bool) -> None:
+    """A model whose passes are within the region of a loss keeps its own settings there, also where a
+    checkpoint is computed again. `elsewhere`: on a thread of autograd's, as on CUDA."""
     torch.manual_seed(0)
     alone = NanoGpt(dropout=0.2).double()
     split, state = pair(mesh, alone, DropoutRandomness.AS_ONE_PROCESS)
-    opened: list[list[RegionMode]] = []
+    open_regions: list[int] = []
     for model in (alone, split):
         block = model.transformer.h[0]
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     split.transformer.h[0].mlp.register_forward_pre_hook(
-        lambda *_: opened.append([mode for mode in function_modes() if isinstance(mode, RegionMode)])
+        lambda *_: open_regions.append(sum(isinstance(mode, RegionMode) for mode in function_modes()))
     )
     torch.manual_seed(9)
     alone(tokens()).square().sum().backward()
     torch.manual_seed(9)
-    output = split(tokens())
-    with passes_on_threads_of_autograd() as passes, loss_parallel(mesh):
-        output.square().sum().backward()
-    assert passes() == 1
-    assert [len(regions) for regions in opened] == [1, 1]  # another one would apply rules to what rules call
+    with loss_parallel(mesh):
+        loss = split(tokens()).square().sum()
+        with passes_on_threads_of_autograd() if elsewhere else contextlib.nullcontext():
+            loss.backward()
+    assert open_regions == [1, 1]  # another one would apply rules to what rules call
     same_gradients(alone, split, state)
 
 

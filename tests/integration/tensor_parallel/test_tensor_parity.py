@@ -64,8 +64,9 @@ def test_activation_checkpointing_copies_torch_compile_and_frozen_parameters(run
     run_threads("checkpointed_copied_compiled_frozen")
 
 
-def test_a_checkpoint_that_autograd_computes_again_on_its_own_thread_gives_the_gradients_of_one_process(run):
-    run("checkpointed_on_a_thread_of_autograds", 2)
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_checkpoint_that_is_computed_again_within_a_loss_gives_the_gradients_of_one_process(run, elsewhere):
+    run("checkpointed_within_a_loss", 2, elsewhere=elsewhere)
 
 
 def test_bfloat16_autocast_stays_close_to_one_process(run_threads):

@@ -83,7 +83,10 @@ class _Call:
     """What a thread of this module calls."""
 
     def __init__(self, call: Callable[[], object], most_s: float, *, destroys: tuple[list[object], threading.Event] | None = None) -> None:
-        """`most_s`: for how long the interpreter's exit waits for it. `destroys`: what it destroys, and the event after which it does."""
+        """
+        most_s: for how long the interpreter's exit waits for it.
+        destroys: what it destroys, and the event after which it does.
+        """
         self._call = call
         self.most_s = most_s
         self.destroys = destroys
@@ -135,7 +138,10 @@ def wait(timeout: timedelta) -> bool:
 
 
 def _start(call: _Call, name: str) -> bool:
-    """Returns whether a thread was started for `call`. Where the reserve has to take its place, it is noted as running all the same."""
+    """Returns whether a thread was started for `call`.
+
+    If not, a call that destroys nothing counts as running all the same: the reserve takes it.
+    """
     # Daemons: what never ends must not keep the process.
     thread = threading.Thread(target=call, name=name, daemon=True)
     with _lock:  # which a call that ends at once waits for
@@ -151,9 +157,10 @@ def _start(call: _Call, name: str) -> bool:
     return True
 
 
-# Python 3.12.0 to 3.12.2 start no thread once the interpreter goes down (gh-113964), which is when the groups of a script end that does not
-# call shoal.shutdown(). There some threads are started beforehand. Four: where a group is finalized one waits for torch and another one keeps
-# the time, and the group may have parts.
+# Python 3.12.0 to 3.12.2 start no thread once the interpreter goes down (gh-113964), and that is when a
+# script's groups end that does not call shoal.shutdown(). There some threads are started beforehand.
+# Four: one waits for torch while a group is finalized, another one keeps the time, and the group may
+# have parts.
 
 STARTS_NONE_AT_EXIT: Final = (3, 12, 0) <= sys.version_info[:3] <= (3, 12, 2)
 _reserve: Final[queue.SimpleQueue[_Call]] = queue.SimpleQueue()

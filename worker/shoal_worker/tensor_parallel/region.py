@@ -5,8 +5,9 @@ DTensor refuses to mix with plain tensors, draws the same dropout mask on every 
   - gets its plain tensors as replicated DTensors. A tensor that needs a gradient is turned once for all of a block's layers that take it,
     so that query, key and value together cost one all-reduce in the backward pass;
   - runs by a rule of ours where there is one.
-Calls without a DTensor run as ever. Regions nest; only the outermost installs the mode. The open one is found among torch's function modes,
-which each thread has for itself and autograd takes to its own threads: there the blocks of a checkpoint are computed again.
+Calls without a DTensor run as ever. Regions nest; only the outermost installs the mode. The open region is
+found among the thread's torch function modes, which a backward pass leaves: a checkpoint that is computed
+again in it opens a region of its own, on whichever thread autograd runs it.
 
 Rules are for torch functions for which DTensor's own way is wrong, missing or needs communication that can be spared. A rule gets the
 region, the function and its arguments; torch functions called inside a rule see no mode.
@@ -174,7 +175,7 @@ RULES: dict[Any, Rule] = {
 
 
 class RegionMode(TorchFunctionMode):
-    """Installed by `region`. Belongs to one rank: to its thread, and in a backward pass to the thread of autograd's that this waits for."""
+    """Installed by `region`. Belongs to one thread."""
 
     def __init__(self, context: ParallelContext) -> None:
         super().__init__()

@@ -5,9 +5,9 @@ for a minute with a lock that the next collective needs. Shoal keeps the time it
 environment variables, which it reads when a group is made, and by a timeout that never comes. What can be read in torch 2.13's sources
 (ProcessGroupNCCL.cpp) stands beside each variable.
 
-Communicators do not block, unless SHOAL_NCCL_BLOCKING asks for it: a blocking one cannot be aborted until all ranks have come, since torch
-has no handle of it before. torch 2.7.1 turned communicators that do not block off by default (pytorch#153960), so its own tests no longer
-cover them as they did; hence the setting.
+Communicators do not block, unless SHOAL_NCCL_BLOCKING is set: one that blocks cannot be aborted until
+all ranks have come, since torch has no handle of it before. torch itself uses communicators that block
+by default since 2.7.1 (pytorch#153960), so most of its users never see the others; hence the setting.
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ WATCHDOG: Final = {
 }
 """Variables that ProcessGroupNCCL reads when it is made, with what they have to be."""
 QUIET: Final = {
-    # A warning at the first message: torch runs those of one group in the order of its collectives, which Shoal reckons with.
+    # A warning at the first message: torch runs messages in the order of the group's collectives,
+    # which Shoal's schedules allow for.
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
-"""Variables for what ProcessGroupNCCL would tell users, who can do nothing about it."""
+"""Variables that silence warnings about what users cannot change."""
 _OF_LAUNCHERS: Final = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
 """What torchrun, and `shoal run` for plain scripts, set for all workers."""
 _NEVER: Final = timedelta(days=3650)
@@ -125,8 +126,9 @@ class Device(Protocol):
         ...
 
     def connect(self, store: Store, rank: int, size: int, timeout: timedelta, life: Life, split: Split | None = None) -> dist.ProcessGroup:
-        """Connects a group of its own to that of all ranks; blocks. While it is split off another, that one cannot be aborted, for as long
-        as `timeout` says.
+        """Connects a group of its own to that of all ranks; blocks.
+
+        While it is split off another, that one cannot be aborted, for as long as `timeout` says.
 
         Raises DeadlineError or RuntimeError when a rank does not come within `timeout`, and RuntimeError for what the library says.
         """

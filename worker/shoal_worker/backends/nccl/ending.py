@@ -4,13 +4,15 @@ An abort that was asked for has not ended anything yet: kernels go on reading an
 gave those tensors to something else, or made a new group beside the old abort, would compute with what a dead collective writes. So a group
 ends in two phases. It is marked ended, at once, from any thread; and what raises for that, or makes the next group, waits here until the
 abort has returned and everything that was queued on the device has ended. Where that takes too long, or the device has failed, no later
-result could be trusted and no new group would connect: the process ends, and its launcher replaces it. A thread of its own keeps that
-time, since the thread that issues collectives may be in CUDA meanwhile, behind the very kernel that does not end.
+result could be trusted and no new group would connect: the process ends, and its launcher replaces it.
+A thread of its own keeps that time: the thread that issues collectives may be in CUDA meanwhile, behind
+the kernel that does not end.
 
-torch keeps one mutex for each communicator. An abort holds it until NCCL has returned, a finalization and a split until all ranks have come,
-and `Work.is_completed()` takes it (torch 2.11: NCCLComm::isAborted) without letting go of the GIL. Asked then, it would stop every thread of
-Python, heartbeats and this module's clock included, for as long as NCCL takes. So works are asked here (`has_ended`), under the lock
-under which an end begins, and never afterwards.
+torch keeps one mutex for each communicator. An abort holds it until NCCL has returned; a finalization
+and a split hold it until all ranks have come. `Work.is_completed()` takes it too (torch 2.11:
+NCCLComm::isAborted) and keeps the GIL. Called meanwhile, it would stop all threads of Python for as
+long as NCCL takes, heartbeats and the clock of this module included. So works are asked here alone
+(`has_ended`), under the lock under which an end begins, and never afterwards.
 
 Where all ranks leave at once, after a word between their hosts, communicators are finalized instead: NCCL closes what it has opened while
 all ranks are there. torch holds, while it waits for that, the locks that an abort needs (2.13: ProcessGroupNCCL::shutdown,
@@ -25,7 +27,7 @@ import logging
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 from shoal_common.exit_status import PUT_OUT
 
@@ -33,6 +35,7 @@ from shoal_worker.backends import native_threads
 from shoal_worker.backends.base import GroupEndedError, cause_of
 from shoal_worker.backends.nccl.device import Device, Native
 from shoal_worker.backends.process_end import end_now
+from shoal_worker.torch_internals import Work
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +76,10 @@ class Ending:
         """Why the device cannot be used any more."""
 
     def splits(self, at_most: timedelta) -> None:
-        """Notes that parts are split off the group, until `has_split`: torch holds the mutex that an abort needs, for at most so long."""
+        """Notes that parts are split off the group, until `has_split`.
+
+        torch holds the mutex that an abort needs, for `at_most` that long.
+        """
         with self._lock:
             self._held_s, self._splits = at_most.total_seconds(), True
 
@@ -83,19 +89,22 @@ class Ending:
             self._held_s, self._splits = 0.0, False
 
     def connects(self, at_most: timedelta) -> None:
-        """Notes that the group connects with a communicator that blocks, until `has_connected`: nothing frees it, for at most so long."""
+        """Notes that the group connects with a communicator that blocks, until `has_connected`.
+
+        Nothing frees it, for `at_most` that long.
+        """
         with self._lock:
             self._held_s = at_most.total_seconds()
 
     def has_connected(self) -> None:
-        """Notes the end of what `connects` noted. Any thread."""
+        """Notes that the attempt has ended. Any thread."""
         with self._lock:
             self._held_s = 0.0
 
-    def has_ended(self, work: Any) -> bool:
-        """Returns whether a work of the group has completed or failed, or the group's end has begun. Does not block. Any thread.
+    def has_ended(self, work: Work) -> bool:
+        """Returns whether a work has completed or failed, or the group's end has begun.
 
-        Raises RuntimeError for what the library has noticed.
+        Does not block. Any thread. Raises RuntimeError for what the library has noticed.
         """
         with self._lock:
             return self._began or (not self._splits and bool(work.is_completed()))
@@ -115,9 +124,9 @@ class Ending:
             return self._natives[-1] if self._natives else None
 
     def check_wanted(self, native: Native) -> None:
-        """Aborts `native`, which blocked and has connected, if the end had begun before, when torch had nothing to abort yet.
+        """Aborts `native`, whose communicator blocked and has connected, if the end has begun.
 
-        Raises GroupEndedError once the abort has returned.
+        torch had nothing to abort before. Raises GroupEndedError once the abort has returned.
         """
         with self._lock:
             wanted = not self._began

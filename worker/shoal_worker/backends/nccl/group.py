@@ -248,8 +248,11 @@ class DeviceGroup(ForwardingGroup):
     def all_to_all_single(
         self, output: torch.Tensor, input: torch.Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
     ) -> Work:
-        """`ProcessGroup.all_to_all_single`. Equal parts have their sizes as well: for parts without sizes torch calls ncclAlltoAll (2.11,
-        `all2all_single_equal_split`) and takes ncclInProgress, the answer of a communicator that does not block, for an error."""
+        """`ProcessGroup.all_to_all_single`, with sizes for equal parts, too.
+
+        For parts without sizes torch calls ncclAlltoAll (2.11: all2all_single_equal_split). It takes
+        ncclInProgress for an error, which a communicator that does not block may return.
+        """
         if not output_sizes and not input_sizes and output.dim() and output.shape[0] % self.size() == 0:
             output_sizes = [output.shape[0] // self.size()] * self.size()
         return self._issue("all_to_all_single", (output, input, output_sizes, input_sizes, opts or AllToAllOptions()), {})

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -51,15 +50,17 @@ def test_alerts_fire_when_they_should_and_else_do_not(promtool: str) -> None:
     check(promtool, "test", "rules", str(ALERTS.with_name("alerts_test.yml")))
 
 
-@pytest.mark.parametrize("rule", RULES, ids=[rule["alert"] for rule in RULES])
-def test_an_alert_has_a_test_and_a_paragraph_and_says_what_to_do(rule: dict[str, Any]) -> None:
-    name, labels, annotations = rule["alert"], rule["labels"], rule["annotations"]
+def test_an_alert_has_a_test_and_a_paragraph_and_says_what_to_do(subtests: pytest.Subtests) -> None:
     cases = ALERTS.with_name("alerts_test.yml").read_text()
-    pattern = r"Job.*Workers" if re.fullmatch(r"Job.*Workers", name) else name
-    assert pattern in cases, "add a case to docker/prometheus/alerts_test.yml"
-    assert f"`{name}`" in (ROOT / "docs/observability.md").read_text(), "add a row to docs/observability.md"
-    assert labels["severity"] in ("page", "ticket")
-    assert all(annotations[each].endswith(".") for each in ("summary", "description"))
+    page = (ROOT / "docs/observability.md").read_text()
+    for rule in RULES:
+        name, labels, annotations = rule["alert"], rule["labels"], rule["annotations"]
+        with subtests.test(name):
+            pattern = r"Job.*Workers" if re.fullmatch(r"Job.*Workers", name) else name
+            assert pattern in cases, "add a case to docker/prometheus/alerts_test.yml"
+            assert f"`{name}`" in page, "add a row to docs/observability.md"
+            assert labels["severity"] in ("page", "ticket")
+            assert all(annotations[each].endswith(".") for each in ("summary", "description"))
 
 
 def test_every_credential_is_sent_as_a_bearer_token() -> None:

@@ -17,10 +17,14 @@ def examples(strategy: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", (PAGES / f"{strategy}.md").read_text(), re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("strategy", registry.names())
-def test_every_strategy_has_a_page_in_the_table_with_an_example_of_it(strategy: str) -> None:
-    assert f"({strategy}.md)" in (PAGES / "README.md").read_text()
-    assert any(f'strategy="{strategy}"' in example for example in examples(strategy))
+def test_every_strategy_has_a_page_in_the_table_with_an_example_of_it(
+    subtests: pytest.Subtests,
+) -> None:
+    table = (PAGES / "README.md").read_text()
+    for strategy in registry.names():
+        with subtests.test(strategy):
+            assert f"({strategy}.md)" in table
+            assert any(f'strategy="{strategy}"' in example for example in examples(strategy))
 
 
 @pytest.mark.slow

@@ -25,11 +25,13 @@ def snake_case(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
-@pytest.mark.parametrize(("client", "method"), METHODS, ids=[method.full_name for _, method in METHODS])
-def test_every_rpc_has_a_client_method_of_its_name_with_a_deadline(client, method):
-    function = getattr(client, snake_case(method.name))
+def test_every_rpc_has_a_client_method_of_its_name_with_a_deadline(subtests: pytest.Subtests) -> None:
     sessions = {"JoinSession", "ServerSession"}
-    assert ("deadline" in inspect.signature(function).parameters) == (method.name not in sessions)
+    for client, method in METHODS:
+        with subtests.test(method.full_name):
+            function = getattr(client, snake_case(method.name))
+            has_deadline = "deadline" in inspect.signature(function).parameters
+            assert has_deadline == (method.name not in sessions)
 
 
 def test_clients_have_no_method_without_an_rpc():

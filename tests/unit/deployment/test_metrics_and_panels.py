@@ -7,14 +7,13 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 from shoal_common.rpc.metrics import ClientMetricsInterceptor, ServerMetrics
 from shoal_dashboards.boards import BOARDS, WITHOUT_PANEL
-from shoal_dashboards.panels import Graph, Listing
+from shoal_dashboards.panels import Listing
 
 ROOT = Path(__file__).resolve().parents[3]
 GRAPHS = [(board, graph) for board in BOARDS for _, graphs in board.rows for graph in graphs]
@@ -54,27 +53,31 @@ def test_every_service_declares_its_metrics_in_one_module() -> None:
     assert {"shoal_coordinator.metrics", "shoal_ps_server.metrics", "shoal_worker.metrics"} <= set(MODULES)
 
 
-@pytest.mark.parametrize("metric", sorted(FAMILIES))
-def test_a_metric_has_a_panel_or_a_reason(metric: str) -> None:
+def test_each_metric_has_a_panel_or_a_reason() -> None:
     panels = {SERIES.get(series) for _, graph in GRAPHS for expression, _ in graph.queries for series in shown(expression)}
-    assert (metric in panels) != (metric in WITHOUT_PANEL), "a panel in docker/grafana/shoal_dashboards, or a line in WITHOUT_PANEL"
+    wrong = [name for name in sorted(FAMILIES) if (name in panels) == (name in WITHOUT_PANEL)]
+    assert wrong == [], "a panel in docker/grafana/shoal_dashboards, or a line in WITHOUT_PANEL"
 
 
-@pytest.mark.parametrize("graph", [graph for _, graph in GRAPHS], ids=[f"{board.uid}: {graph.title}" for board, graph in GRAPHS])
-def test_a_panel_shows_only_series_that_exist(graph: Graph) -> None:
-    for expression, _ in graph.queries:
-        assert shown(expression) <= set(SERIES), expression
+def test_panels_show_only_series_that_exist() -> None:
+    unknown = {
+        f"{board.uid}: {graph.title}": sorted(shown(expression) - set(SERIES))
+        for board, graph in GRAPHS
+        for expression, _ in graph.queries
+        if shown(expression) - set(SERIES)
+    }
+    assert unknown == {}
 
 
-@pytest.mark.parametrize("rule", RULES, ids=[rule["alert"] for rule in RULES])
-def test_an_alert_reads_only_series_that_exist(rule: dict[str, Any]) -> None:
-    assert shown(rule["expr"]) <= set(SERIES)
-    assert shown(rule["expr"]) or rule["expr"].startswith("up{")
+def test_alerts_read_only_series_that_exist() -> None:
+    read = {rule["alert"]: shown(rule["expr"]) for rule in RULES}
+    assert {name: series - set(SERIES) for name, series in read.items() if series - set(SERIES)} == {}
+    others = [rule for rule in RULES if not rule["expr"].startswith("up{")]
+    assert [rule["alert"] for rule in others if not read[rule["alert"]]] == []
 
 
-@pytest.mark.parametrize("metric", sorted(FAMILIES))
-def test_a_metric_says_what_it_counts(metric: str) -> None:
-    assert FAMILIES[metric].documentation.endswith(".")
+def test_each_metric_says_what_it_counts() -> None:
+    assert [name for name in FAMILIES if not FAMILIES[name].documentation.endswith(".")] == []
 
 
 def test_reasons_are_given_for_metrics_that_exist() -> None:
@@ -94,12 +97,16 @@ def test_a_service_has_a_dashboard_of_its_own(service: str) -> None:
     assert len(own & on[uid]) > len(own) / 2
 
 
-@pytest.mark.parametrize("graph", [graph for _, graph in GRAPHS], ids=[f"{board.uid}: {graph.title}" for board, graph in GRAPHS])
-def test_lines_do_not_break_when_ranks_are_dealt_anew(graph: Graph) -> None:
-    """With a rank or a member's id in its labels it would be another line then. They are in shoal_worker_info, which a table shows."""
-    if isinstance(graph, Listing):
-        return
-    for expression, legend in graph.queries:
-        assert "{{rank}}" not in legend
-        assert "{{member_id}}" not in legend
-        assert "shoal_worker_info" not in expression
+def test_lines_do_not_break_when_ranks_are_dealt_anew() -> None:
+    """A line with a rank or a member ID in its labels would become another line.
+
+    Both are in shoal_worker_info, which a table shows.
+    """
+    breaking = [
+        f"{board.uid}: {graph.title}"
+        for board, graph in GRAPHS
+        if not isinstance(graph, Listing)
+        for expression, legend in graph.queries
+        if "{{rank}}" in legend or "{{member_id}}" in legend or "shoal_worker_info" in expression
+    ]
+    assert breaking == []

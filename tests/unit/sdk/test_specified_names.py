@@ -61,6 +61,26 @@ BACKEND_METHODS = [
     "initialize",
     "shutdown",
 ]
+API = [
+    "init",
+    "as_distributed",
+    "as_distributed_for_high_bandwidth",
+    "as_distributed_for_low_bandwidth",
+    "register_state",
+    "ElasticDataLoader",
+    "evaluate",
+    "save_checkpoint",
+    "resume",
+    "load_full_state",
+    "is_joining",
+    "launch",
+    "device",
+    "StepStatus",
+    "SparseEmbedding",
+    "SparseEmbeddingBag",
+    "OptimizationInputData",
+    "OptimizationResult",
+]
 
 
 def has(kind: type, *names: str) -> None:
@@ -70,19 +90,21 @@ def has(kind: type, *names: str) -> None:
     assert silent == [], kind
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_model_is_there_with_its_methods(name: str) -> None:
-    kind = getattr(shoal, f"{name}Model")
-    assert issubclass(kind, shoal.ShardedModel)
-    assert not inspect.isabstract(kind)
-    has(kind, *MODEL_METHODS)
+def test_models_are_there_with_their_methods(subtests: pytest.Subtests) -> None:
+    for name in MODELS:
+        with subtests.test(name):
+            kind = getattr(shoal, f"{name}Model")
+            assert issubclass(kind, shoal.ShardedModel)
+            assert not inspect.isabstract(kind)
+            has(kind, *MODEL_METHODS)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_is_there_with_its_methods(name: str) -> None:
-    kind = getattr(shoal, f"{name}Optimizer")
-    assert issubclass(kind, shoal.ShardedOptimizer)
-    has(kind, *OPTIMIZER_METHODS)
+def test_optimizers_are_there_with_their_methods(subtests: pytest.Subtests) -> None:
+    for name in OPTIMIZERS:
+        with subtests.test(name):
+            kind = getattr(shoal, f"{name}Optimizer")
+            assert issubclass(kind, shoal.ShardedOptimizer)
+            has(kind, *OPTIMIZER_METHODS)
 
 
 def test_every_strategys_optimizer_goes_on_with_other_ranks_and_tells_of_them() -> None:
@@ -98,11 +120,12 @@ def test_every_strategys_classes_are_public() -> None:
             assert getattr(shoal, kind.__name__) is kind
 
 
-@pytest.mark.parametrize("name", ["InMemory", "MPI", "NCCL", "Gloo"])
-def test_a_backend_is_there_with_its_methods(name: str) -> None:
-    kind = getattr(shoal, f"{name}Backend")
-    assert issubclass(kind, shoal.CommunicationBackend)
-    has(kind, *BACKEND_METHODS)
+def test_backends_are_there_with_their_methods(subtests: pytest.Subtests) -> None:
+    for name in ("InMemory", "MPI", "NCCL", "Gloo"):
+        with subtests.test(name):
+            kind = getattr(shoal, f"{name}Backend")
+            assert issubclass(kind, shoal.CommunicationBackend)
+            has(kind, *BACKEND_METHODS)
 
 
 def test_compressors_are_there() -> None:
@@ -118,28 +141,5 @@ def test_the_configuration_has_its_presets() -> None:
     assert {"reduce_dtype", "shard_modules", "activation_checkpointing", "deterministic"} <= fields.keys()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "init",
-        "as_distributed",
-        "as_distributed_for_high_bandwidth",
-        "as_distributed_for_low_bandwidth",
-        "register_state",
-        "ElasticDataLoader",
-        "evaluate",
-        "save_checkpoint",
-        "resume",
-        "load_full_state",
-        "is_joining",
-        "launch",
-        "device",
-        "StepStatus",
-        "SparseEmbedding",
-        "SparseEmbeddingBag",
-        "OptimizationInputData",
-        "OptimizationResult",
-    ],
-)
-def test_the_api_is_there(name: str) -> None:
-    assert inspect.getdoc(getattr(shoal, name))
+def test_the_api_is_there() -> None:
+    assert [name for name in API if not inspect.getdoc(getattr(shoal, name, None))] == []

@@ -32,14 +32,21 @@ def test_the_functions_by_which_a_step_is_followed_exist() -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("folder", _FOLDERS, ids=lambda folder: folder.name)
-def test_a_folders_docstring_is_its_table_of_contents(folder: Path) -> None:
-    docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
-    there = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()} - {"__init__", "__main__"}
-    there -= set(registry.names()) if folder.name == "strategies" else set()  # those are listed in its registry
-    named = set(re.findall(r"`([a-z]\w*)`", docstring))
-    assert not there - named, "modules that it leaves out"
-    assert not {name for name in named - there if name not in _OTHERS}, "names of modules that are not there"
+def test_a_folders_docstring_is_its_table_of_contents(subtests: pytest.Subtests) -> None:
+    for folder in _FOLDERS:
+        with subtests.test(str(folder.relative_to(_WORKER))):
+            docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+            there = {path.stem for path in folder.iterdir() if _is_module(path)}
+            if folder.name == "strategies":  # those are listed in its registry
+                there -= set(registry.names())
+            named = set(re.findall(r"`([a-z]\w*)`", docstring))
+            assert there - named == set(), "modules that it leaves out"
+            assert named - there - set(_OTHERS) == set(), "names of modules that are not there"
+
+
+def _is_module(path: Path) -> bool:
+    named = path.stem not in ("__init__", "__main__")
+    return named and (path.suffix == ".py" or (path / "__init__.py").exists())
 
 
 def test_the_modules_that_the_architecture_page_names_exist() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mlflow import MlflowClient
-from mlflow.entities import Run
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
 
 EXPERIMENT = "digits"
 
@@ -22,7 +24,7 @@ def environment(directory: Path) -> dict[str, str]:
 
 def runs(directory: Path) -> list[Run]:
     """All runs of the experiment."""
-    client = MlflowClient(directory.as_uri())
+    client = _client(directory)
     experiment = client.get_experiment_by_name(EXPERIMENT)
     assert experiment is not None
     return list(client.search_runs([experiment.experiment_id]))
@@ -30,4 +32,10 @@ def runs(directory: Path) -> list[Run]:
 
 def points(directory: Path, run: Run, name: str) -> list[tuple[int, float]]:
     """Steps and values of a metric, in the order in which they were written."""
-    return [(metric.step, metric.value) for metric in MlflowClient(directory.as_uri()).get_metric_history(run.info.run_id, name)]
+    return [(metric.step, metric.value) for metric in _client(directory).get_metric_history(run.info.run_id, name)]
+
+
+def _client(directory: Path) -> MlflowClient:
+    from mlflow import MlflowClient  # takes seconds, which only those who read a store pay for
+
+    return MlflowClient(directory.as_uri())

@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import shoal
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -99,6 +98,8 @@ def main() -> None:
 
 def digits() -> tuple[TensorDataset, tuple[torch.Tensor, torch.Tensor]]:
     """scikit-learn's handwritten digits, shuffled alike in all processes: what is trained on, and the validation set."""
+    from sklearn.datasets import load_digits  # takes a second, unneeded where only the flags are read
+
     found = load_digits()
     order = torch.randperm(len(found.target), generator=torch.Generator().manual_seed(0))
     images = torch.tensor(found.images.reshape(-1, 64) / 16, dtype=torch.float32)[order]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
 WORDS = 96
@@ -31,42 +30,61 @@ _ENCODER: Mapping[str, Any] = {
 }
 
 
-def _gpt2() -> nn.Module:
-    none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=WORDS, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=0, **none)
-    )
-
-
-def _t5() -> nn.Module:
-    return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(
-            vocab_size=WORDS, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0, decoder_start_token_id=0
-        )
-    )
-
-
-def _vit() -> nn.Module:
-    return transformers.ViTForImageClassification(transformers.ViTConfig(image_size=16, patch_size=4, num_labels=5, **_ENCODER))
-
-
-FAMILIES: Mapping[str, Callable[[], nn.Module]] = {
-    "gpt2": _gpt2,
-    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SIZES)),
-    "mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**_SIZES)),
-    "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**_SIZES)),
-    "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(head_dim=8, **_SIZES)),
-    "t5": _t5,
-    "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=WORDS, **_ENCODER)),
-    "vit": _vit,
+FAMILIES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
+    "gpt2": (
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {
+            "vocab_size": WORDS,
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 64,
+            "bos_token_id": 1,
+            "eos_token_id": 0,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+        },
+    ),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", _SIZES),
+    "mistral": ("MistralForCausalLM", "MistralConfig", _SIZES),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", _SIZES),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {"head_dim": 8, **_SIZES}),
+    "t5": (
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {
+            "vocab_size": WORDS,
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 64,
+            "num_layers": 2,
+            "num_heads": 4,
+            "dropout_rate": 0.0,
+            "decoder_start_token_id": 0,
+        },
+    ),
+    "bert": ("BertForMaskedLM", "BertConfig", {"vocab_size": WORDS, **_ENCODER}),
+    "vit": (
+        "ViTForImageClassification",
+        "ViTConfig",
+        {"image_size": 16, "patch_size": 4, "num_labels": 5, **_ENCODER},
+    ),
 }
+"""Family -> its model, its configuration, and the values of that."""
 GENERATING = tuple(family for family in FAMILIES if family not in ("bert", "vit"))
 
 
 def build(family: str) -> nn.Module:
     """A small model of the family, in float64, with the same values on each call."""
+    import transformers  # takes more than a second, which only those who build a model pay for
+
+    model, configuration, values = FAMILIES[family]
     torch.manual_seed(0)
-    return FAMILIES[family]().double()
+    built = getattr(transformers, model)(getattr(transformers, configuration)(**values))
+    assert isinstance(built, nn.Module)
+    return built.double()
 
 
 def batch(family: str, seed: int) -> dict[str, torch.Tensor]:

@@ -12,7 +12,6 @@ import functools
 import pytest
 import torch
 from shoal_worker.compression import GradientCompressor, parse_compression
-from sklearn.datasets import load_digits
 from torch.nn import functional
 
 from tests.unit.compression.lockstep import reduce_together, reductions
@@ -33,6 +32,8 @@ COMPRESSORS = {
 
 @functools.cache
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
+    from sklearn.datasets import load_digits  # takes more than a second: of these tests alone
+
     found = load_digits()
     return torch.tensor(found.data / 16, dtype=torch.float32), torch.tensor(found.target)
 

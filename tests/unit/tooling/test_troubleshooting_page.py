@@ -22,9 +22,6 @@ _PAGE: Final = (_ROOT / "docs/troubleshooting.md").read_text()
 _ENTRY: Final = re.compile(r"^- (\*\*`\w+`\*\*(?:, \*\*`\w+`\*\*)*) (.*)$", re.MULTILINE)
 _REASON: Final = re.compile(r"[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)*")
 
-_MODULES: Final = {
-    str(path.relative_to(_ROOT)): ast.parse(path.read_text()) for package in _PACKAGES for path in sorted((_ROOT / package).rglob("*.py"))
-}
 _MADE: Final = {
     "f'{self._mode.upper()}_WAIT_TIMEOUT'": {
         f"{mode.value.upper()}_WAIT_TIMEOUT" for mode in ConsistencyMode if mode is not ConsistencyMode.ASP
@@ -44,6 +41,13 @@ _GRPCS_OWN: Final = {"UNIMPLEMENTED"}
 """Names of gRPC's statuses that Shoal has no class for, and that people meet."""
 
 
+@functools.cache
+def _modules() -> dict[str, ast.Module]:
+    """Returns the modules of all packages, by their paths."""
+    files = [file for package in _PACKAGES for file in sorted((_ROOT / package).rglob("*.py"))]
+    return {str(file.relative_to(_ROOT)): ast.parse(file.read_text()) for file in files}
+
+
 def _own_constants(module: ast.Module) -> dict[str, str]:
     """The module's names for strings."""
     found = {}
@@ -61,7 +65,7 @@ def _constants(module: ast.Module) -> dict[str, str]:
     for node in module.body:
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             file = f"/{node.module.replace('.', '/')}.py"
-            there = next((_own_constants(each) for path, each in _MODULES.items() if path.endswith(file)), {})
+            there = next((_own_constants(each) for path, each in _modules().items() if path.endswith(file)), {})
             found |= {each.asname or each.name: there[each.name] for each in node.names if each.name in there}
     return found
 
@@ -109,7 +113,7 @@ def _refusals() -> set[str]:
     """The members of `Refusal` that the coordinator uses."""
     return {
         node.attr
-        for module in _MODULES.values()
+        for module in _modules().values()
         for node in ast.walk(module)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "Refusal"
     }
@@ -123,7 +127,7 @@ def _given_in(module: ast.Module, file: str = "") -> set[str]:
 
 @functools.cache
 def _in_code() -> frozenset[str]:
-    return frozenset().union(*(_given_in(module, file) for file, module in _MODULES.items()), _refusals(), _GRPCS_OWN)
+    return frozenset().union(*(_given_in(module, file) for file, module in _modules().items()), _refusals(), _GRPCS_OWN)
 
 
 def _on_page() -> list[str]:

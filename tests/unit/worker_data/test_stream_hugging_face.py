@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import pandas
 import pytest
 import shoal
 from shoal_worker.elastic.loader_interface import Placement
@@ -13,6 +12,8 @@ ROWS = 100
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
+    import pandas  # takes half a second: of these tests alone
+
     folder = tmp_path_factory.mktemp("rows")
     for part in range(4):
         rows = range(part * ROWS // 4, (part + 1) * ROWS // 4)

@@ -6,7 +6,6 @@ import pytest
 import shoal
 import torch
 import torch.distributed as dist
-import torchmetrics
 from torch import nn
 
 from tests.pages import examples
@@ -41,6 +40,8 @@ def test_the_pages_example_of_torchs_own_functions_runs(capsys: pytest.CaptureFi
 
 
 def test_a_metric_of_torchmetrics_is_that_of_all_ranks() -> None:
+    import torchmetrics  # takes more than a second: of this test alone
+
     predictions = torch.arange(20) % 4
     targets = torch.arange(20) % 3
 

@@ -6,7 +6,6 @@ import pytest
 import shoal
 import torch
 import torch.distributed as dist
-import torchmetrics
 from shoal_worker.torch_internals import c10d
 from torch import nn
 
@@ -214,6 +213,8 @@ def test_a_default_group_of_the_scripts_own_is_refused():
 
 
 def test_a_metric_of_torchmetrics_takes_the_group():
+    import torchmetrics  # takes more than a second: of this test alone
+
     predictions, targets = torch.arange(20) % 4, torch.arange(20) % 3
 
     def run(rank, group):

@@ -39,7 +39,7 @@ demo: .venv/installed ## Train on handwritten digits on a cluster of processes, 
 
 .PHONY: test
 test: .venv/installed ## Run the tests (about 15 minutes on 2 cores); PYTEST_ARGS='-x -k name' narrows them
-	$(BIN)/python -m pytest $(IN_THREE) --dist=loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(IN_THREE) --dist=loadfile --durations-file=out/durations.txt $(PYTEST_ARGS)
 
 .PHONY: test-slow
 test-slow: .venv/installed ## Run the tests that take long beside what they add to make test (about 15 minutes, 2 of them where SLURM is installed, 2 on Ray)
@@ -169,7 +169,7 @@ verify-deployment: .venv/installed
 	else echo "promtool is not on PATH: docker/prometheus is not checked"; fi
 
 .PHONY: verify-images
-verify-images: .venv/installed
+verify-images: .venv/installed .venv-docs/installed
 	$(BIN)/python -m pytest -m images tests/integration/deployment tests/integration/pages $(PYTEST_ARGS)
 
 # ------------------------------------------------------------------------------------------------------------------------ environments

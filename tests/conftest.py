@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from importlib.metadata import version
+from pathlib import Path
 
 # Before anything imports torch: ranks are processes of one thread each, and what they are compared with must sum in the same order.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -26,6 +27,7 @@ import pytest
 import redis
 from shoal_common.redis import EmbeddedRedis
 
+from tests.durations import write_durations
 from tests.ranks.processes import mpi_ranks, nursery, rank_pool, take_ranks  # noqa: F401 - fixtures
 from tests.zygote.children import zygote  # noqa: F401 - a fixture
 
@@ -82,6 +84,16 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
         gc.collect()
         gc.freeze()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--durations-file", type=Path, help="write where the time went to this file")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    file = config.getoption("durations_file")
+    if file is not None:
+        write_durations(file, terminalreporter.stats.values())
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -39,6 +39,8 @@ from shoal_ps_server import serving
 from shoal_ps_server.server import ParameterServer
 from shoal_ps_server.settings import PsServerSettings
 
+from tests.zygote.children import Child, Zygote, eventually
+
 JOB = "job"
 DEADLINE_S = 60.0
 
@@ -422,20 +424,49 @@ def cluster(tmp_path: Path, transport: Transport, monkeypatch: pytest.MonkeyPatc
 
 
 class ServerProcess:
-    """`python -m shoal_ps_server`, as launchers start it."""
+    """A parameter server in a process of its own, forked from the zygote or as launchers start it."""
 
-    def __init__(self, directory: Path, *flags: str, most_descriptors: int | None = None, **variables: str) -> None:
-        """`most_descriptors`: the limit of its open files; None: this process's. `variables`: of its environment."""
+    def __init__(
+        self,
+        directory: Path,
+        zygote: Zygote | None,
+        *flags: str,
+        most_descriptors: int | None = None,
+        **variables: str,
+    ) -> None:
+        """Starts it, without waiting for it.
+
+        zygote: what the process is forked from; None: a fresh `python -m shoal_ps_server`.
+        most_descriptors: limit of its open files; a fresh process only.
+        variables: set in its environment.
+        """
         self._port_file = directory / f"port-{time.monotonic_ns()}"
         self._log = directory / f"log-{time.monotonic_ns()}"
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
-        limited = [] if most_descriptors is None else ["sh", "-c", f'ulimit -n {most_descriptors}; exec "$@"', "sh"]
+        arguments = ["--port-file", str(self._port_file), *flags]
+        self._process: Child | subprocess.Popen[bytes]
+        if zygote is not None:
+            self._process = zygote.start("server", arguments, output=self._log, **variables)
+            return
+        own = {name: text for name, text in os.environ.items() if not name.startswith("SHOAL_")}
+        limited: list[str] = []
+        if most_descriptors is not None:
+            limited = ["sh", "-c", f'ulimit -n {most_descriptors}; exec "$@"', "sh"]
         with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [*limited, sys.executable, "-m", "shoal_ps_server", "--port-file", str(self._port_file), *flags],
+            self._process = subprocess.Popen(
+                [*limited, sys.executable, "-m", "shoal_ps_server", *arguments],
                 stderr=log,
-                env={**environment, "OMP_NUM_THREADS": "1", **variables},
+                env={**own, "OMP_NUM_THREADS": "1", **variables},
             )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def ended(self) -> bool:
+        if isinstance(self._process, Child):
+            return self._process.ended.is_set()
+        return self._process.poll() is not None
 
     @property
     def log(self) -> str:
@@ -443,8 +474,8 @@ class ServerProcess:
 
     def address(self) -> str:
         """Waits until it serves."""
-        wait_until(lambda: self._port_file.exists() or self.process.poll() is not None, "the server process to serve")
-        assert self.process.poll() is None, self.log
+        eventually(lambda: self._port_file.exists() or self.ended, "the server process to serve")
+        assert not self.ended, self.log
         return str(json.loads(self._port_file.read_text())["grpc"])
 
     @property
@@ -458,25 +489,27 @@ class ServerProcess:
 
     def wait(self) -> int:
         """Its exit status."""
-        return self.process.wait(DEADLINE_S)
+        if isinstance(self._process, Child):
+            return self._process.wait()
+        return self._process.wait(DEADLINE_S)
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Sends a signal and waits."""
-        if self.process.poll() is None:
-            self.process.send_signal(number)
+        if not self.ended:
+            with suppress(ProcessLookupError):  # ended, which is not known here yet
+                os.kill(self.pid, number)
         return self.wait()
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
-    """start(*flags, most_descriptors, **environment) -> ServerProcess"""
+def start(zygote: Zygote, tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
+    """start(*flags, fresh=False, most_descriptors, **environment) -> ServerProcess"""
     started: list[ServerProcess] = []
 
-    def start_one(*flags: str, most_descriptors: int | None = None, **variables: str) -> ServerProcess:
-        started.append(ServerProcess(tmp_path, *flags, most_descriptors=most_descriptors, **variables))
+    def start_one(*flags: str, fresh: bool = False, **options: Any) -> ServerProcess:
+        started.append(ServerProcess(tmp_path, None if fresh else zygote, *flags, **options))
         return started[-1]
 
     yield start_one
     for each in started:
-        if each.process.poll() is None:
-            each.end(signal.SIGKILL)
+        each.end(signal.SIGKILL)

@@ -188,7 +188,7 @@ def test_bulk_connections_leave_descriptors_for_everything_else(cluster, start, 
     members = [f"worker-{number}" for number in range(8)]
     cluster.declare(members={1: members})
     flags = ("--coordinator", cluster.address, "--job", "job", "--server-id", "server", "--data-dir", str(tmp_path / "data"))
-    process = start(*flags, most_descriptors=128)
+    process = start(*flags, fresh=True, most_descriptors=128)
     client = process.client()
     wires: list[Wire] = []
     refusals: set[str] = set()
@@ -416,7 +416,8 @@ def test_a_server_that_stops_ends_idle_connections_and_the_next_call_finds_the_o
 
 def test_hundreds_of_connections_leave_no_descriptors_and_no_memory(cluster, start) -> None:
     cluster.declare(("weight", 600, "float32"), partition=300)
-    process = start("--coordinator", cluster.address, "--job", "job", "--server-id", "server")
+    # Not forked: memory is measured, and the zygote has shared some of its own.
+    process = start("--coordinator", cluster.address, "--job", "job", "--server-id", "server", fresh=True)
     client = process.client()
     cluster.trainable(client)
     request = pb.PullRequest(job_id="job", shard_map_epoch=1)
@@ -437,7 +438,7 @@ def test_hundreds_of_connections_leave_no_descriptors_and_no_memory(cluster, sta
         return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     come_and_go(20)
-    both = (process.process.pid, os.getpid())
+    both = (process.pid, os.getpid())
     before, memory = [descriptors(each) for each in both], [resident(each) for each in both]
     come_and_go(150)
     for each, had, held in zip(both, before, memory, strict=True):

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -133,7 +132,13 @@ def test_a_killed_server_comes_back_with_all_that_it_acknowledged(cluster, start
         members = [threading.Thread(target=train, args=(name,)) for name in acknowledged]
         for each in members:
             each.start()
-        time.sleep(generator.uniform(0.1, 0.6))
+        goals = {name: count + generator.randint(6, 60) for name, count in acknowledged.items()}
+        cluster.wait_until(
+            lambda goals=goals: all(acknowledged[name] >= goals[name] for name in goals),
+            "pushes to be acknowledged",
+        )
+        if kill == 2:
+            cluster.wait_until(lambda process=process: "snapshot written" in process.log, "a snapshot")
         process.end(signal.SIGKILL)
         for each in members:
             each.join()
@@ -334,7 +339,7 @@ def test_health_reports_a_journal_that_cannot_be_written(cluster, start, tmp_pat
 
     assert health() == (200, "ok\n")
     journal = max((tmp_path / "data").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
-    resource.prlimit(process.process.pid, resource.RLIMIT_FSIZE, (journal.stat().st_size + 4096, resource.RLIM_INFINITY))
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (journal.stat().st_size + 4096, resource.RLIM_INFINITY))
 
     def push_until_refused() -> None:
         for _ in range(1000):
@@ -346,7 +351,7 @@ def test_health_reports_a_journal_that_cannot_be_written(cluster, start, tmp_pat
     status, reason = health()
     assert status == 503
     assert "the journal cannot be written, updates are refused" in reason
-    resource.prlimit(process.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     member.push(1.0)
     assert health() == (200, "ok\n")
     client.close()

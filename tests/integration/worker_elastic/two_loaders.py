@@ -1,5 +1,5 @@
 """A script with two training loaders, one of whose loops is left early, and with all that scripts do around their loops: a look at a batch,
-a forward pass ahead of the loop, an evaluation in between. Says what it ends with as one JSON line in OUTPUT."""
+a forward pass ahead of the loop, an evaluation in between, a scheduler for each epoch. Says what it ends with as one JSON line in OUTPUT."""
 
 import hashlib
 import json
@@ -22,13 +22,14 @@ def dataset(seed: int) -> torch.utils.data.TensorDataset:
     return torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
 
 
-def train(loader: shoal.ElasticDataLoader, most: int) -> None:
+def train(loader: shoal.ElasticDataLoader, scheduler: torch.optim.lr_scheduler.LRScheduler, most: int) -> None:
     """At most that many steps of an epoch, counted by the loader: a joiner comes in the middle, and a lost step is none."""
     for step in loader.steps():
         for x, y in step:
             nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
+        scheduler.step()
         if loader.step == most:
             break
 
@@ -51,9 +52,12 @@ if look:
     shoal.evaluate(model, validation, correct)
 seen = []
 for epoch in first.epochs(int(os.environ["EPOCHS"])):
-    train(first, most=2)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8)  # a new one in each epoch
+    train(first, scheduler, most=2)
     shoal.evaluate(model, validation, correct)
-    train(second, most=99)
+    train(second, scheduler, most=99)
     seen.append((epoch, first.epoch, second.epoch))
     if "CHECKPOINTS" in os.environ:
         shoal.save_checkpoint(os.environ["CHECKPOINTS"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +17,9 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "step": self.step}
+
+    def cursor_reader(self) -> Callable[[], dict[str, Any]]:
+        return dict
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ class CheckpointSaver:
         if session.has_left:
             _log.info("nothing is saved: this process has left its job, and its peers go on with the state")
             return
+        session.warn_of_given_up()
         session.go_back_by(lambda: _go_back(session, directory))
         copy = _Copy(session, directory, sharded)
 

@@ -4,7 +4,8 @@ The cursor counts samples, not steps, so that a run can go on with another globa
 
 Inside `epochs()`, an iteration is of the epoch that stands there; else the k-th iteration is of epoch k, where one that is broken off
 before its first commit (`next(iter(loader))`, to look at a batch) does not count. An iteration of an epoch that is over yields nothing; of
-the cursor's, the rest; of a later one, all of it: leaving a loop early gives up what remained of the epoch.
+the cursor's, the rest; of a later one, all of it. Leaving the loop over the batches early, and going on to the next epoch, gives up what
+remained. Leaving `epochs()` as well gives up nothing: a time limit has ended the script, and what is resumed goes on within the epoch.
 
 Deals nothing and knows no session. Used by the training thread alone."""
 
@@ -107,6 +108,11 @@ class LoaderProgress:
         """See `StepSource.next_epoch`."""
         return max(self._next_epoch, self._loaded_next_epoch)
 
+    @property
+    def passed_iterations(self) -> int:
+        """See `StepSource.next_iteration`."""
+        return self._next_epoch
+
     def count_from(self, epoch: int | None) -> None:
         """See `StepSource.count_from`."""
         self._next_epoch = self._loaded_next_epoch if epoch is None else epoch
@@ -133,6 +139,17 @@ class LoaderProgress:
     def end_iteration(self, epoch: int) -> None:
         """The iteration of `epoch` is over, and counts."""
         self._next_epoch = max(self._next_epoch, epoch + 1)
+
+    def leave_epochs(self, epoch: int) -> None:
+        """The loop over epochs was left in `epoch`. Its rest, if there is one, is still to be done."""
+        if self.cursor.epoch == epoch:
+            self._next_epoch = epoch
+
+    @property
+    def gives_up(self) -> int | None:
+        """The epoch whose rest is given up, since the loop over its batches was left early; None: there is none."""
+        cursor = self.cursor
+        return cursor.epoch if cursor.step and self._next_epoch > cursor.epoch else None
 
     def end_epoch(self) -> None:
         """The cursor's epoch has no further step."""

@@ -239,24 +239,27 @@ class Iterations:
                 session(source).epoch_opens(source, epoch, epochs=n)
                 yield epoch
                 epoch = max(epoch + 1, progress.cursor.epoch)
+        except GeneratorExit:
+            progress.leave_epochs(epoch)
+            raise
         finally:
             progress.within = None
 
     def steps(self, source: StepSource) -> Iterator[Step]:
         """One iteration, step by step."""
         progress = self._progress
-        epoch, before = progress.next_iteration, progress.cursor.global_step
+        epoch, began = progress.next_iteration, list[int]()
         self._introduction.session(source).loop_left(source)  # an older iterator that waits at a batch, if there is one
         self._delivery.failed = False
         over = stopped_within = False
         try:
-            yield from self._epoch_steps(source, epoch)
+            yield from self._epoch_steps(source, epoch, began)
             # One that training stopped in the middle of is neither over nor left: what is saved now goes on in it.
             stopped_within = self._stopped and progress.cursor.epoch == epoch
             over = not stopped_within
         except GeneratorExit:
             # Left early. After an error in the dataset the loop may be entered again, and goes on with the epoch.
-            over = progress.cursor.global_step > before and not self._delivery.failed
+            over = bool(began) and progress.cursor.global_step > began[0] and not self._delivery.failed
             if (session := self._introduction.met) is not None:
                 session.loop_left(source)
             raise
@@ -288,7 +291,8 @@ class Iterations:
             name = self._introduction.name
             _log.warning("loader %s: the last batches could not be acknowledged and will be dealt again: %s", name, error)
 
-    def _epoch_steps(self, source: StepSource, epoch: int) -> Iterator[Step]:
+    def _epoch_steps(self, source: StepSource, epoch: int, began: list[int]) -> Iterator[Step]:
+        """`began` gets the number of steps before this iteration's first one, which a joiner learns at its border."""
         progress = self._progress
         if self._is_over(source, epoch, self._introduction.session(source)):
             self._pass_over(source)
@@ -302,6 +306,8 @@ class Iterations:
                 return
             if self._is_over(source, epoch, session):
                 break
+            if not took_part:
+                began.append(progress.cursor.global_step)
             took_part = True
             progress.take_part(epoch)
             try:

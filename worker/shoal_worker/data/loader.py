@@ -251,6 +251,21 @@ class ElasticDataLoader:
         return self._progress.next_epoch
 
     @property
+    def within(self) -> int | None:
+        """See `StepSource.within`."""
+        return self._progress.within
+
+    @property
+    def gives_up(self) -> int | None:
+        """See `StepSource.gives_up`."""
+        return self._progress.gives_up
+
+    @property
+    def next_iteration(self) -> int:
+        """See `StepSource.next_iteration`."""
+        return self._progress.passed_iterations
+
+    @property
     def ends_epoch(self) -> bool:
         """See `StepSource.ends_epoch`."""
         return self._supply.ends_epoch
@@ -388,7 +403,11 @@ class ElasticDataLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor after the last commit, in samples, and what its meaning depends on. JSON-able."""
-        return {**self._progress.capture(), **self._supply.capture()}
+        return self.cursor_reader()()
+
+    def cursor_reader(self) -> Callable[[], dict[str, Any]]:
+        """See `StepSource.cursor_reader`."""
+        return functools.partial(_read_cursor, self._progress, self._supply)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over a cursor, of a checkpoint or a peer. The global batch size may be another.
@@ -405,6 +424,10 @@ class ElasticDataLoader:
     def _refuse_evaluation(self, what: str) -> None:
         if self._evaluation is not None:
             raise ConfigurationError(f"{what} of a loader with train=False: it has no steps; iterate it, or give it to shoal.evaluate")
+
+
+def _read_cursor(progress: LoaderProgress, supply: Supply) -> dict[str, Any]:
+    return {**progress.capture(), **supply.capture()}
 
 
 def _sample_record() -> SampleRecord | None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,11 +22,13 @@ from shoal_worker.elastic.loader_interface import Placement, StepSource
 from shoal_worker.elastic.operations import Operations
 from shoal_worker.elastic.phase import Phase, ScriptPhase
 from shoal_worker.elastic.reconcile import Interrupted, Standing, StateName
-from shoal_worker.elastic.schedulers_and_scalers import RegisteredState
+from shoal_worker.elastic.schedulers_and_scalers import Place, RegisteredState
 from shoal_worker.elastic.step import ScriptPosition, Step
 from shoal_worker.elastic.strategy_interface import TrainingEngine
 from shoal_worker.state.serial import dump_tensors, load_tensors
 from shoal_worker.state.tree import flatten, unflatten
+
+_log = logging.getLogger(__name__)
 
 _MOST_STEPS: Final = 2**62
 """So many are as good as no end: `epochs(sys.maxsize)`."""
@@ -68,6 +71,12 @@ class HeldState:
         self._sources: weakref.WeakValueDictionary[str, StepSource] = weakref.WeakValueDictionary()
         self._waiting: dict[str, Any] = {}
         """Cursors of loaders that the script has not made yet."""
+        self._ended: dict[str, Any] = {}
+        """Last cursors of loaders that the script has let go of: a resumed script makes them again and must not train on them again."""
+        self._warned = set[str]()
+        """Loaders whose given up epochs were warned of."""
+        self._own_loop_began = False
+        """A step was committed that no loader of Shoal's gave out."""
         self._numbers: dict[str, int] = {}
         self._loops: dict[str, Any] = {}
         """For each loader whose `epochs()` was entered: its epoch, and from where the others counted when that opened."""
@@ -96,6 +105,8 @@ class HeldState:
                 "as as_distributed((one, other), (its_optimizer, the_others)), and modules with one optimizer go into one nn.Module"
             )
         self._engine = engine
+        held = weakref.ref(self)
+        self.registered.number_by(lambda: held_now.place_in_epochs() if (held_now := held()) is not None else Place())
 
     @property
     def sources(self) -> list[StepSource]:
@@ -108,6 +119,14 @@ class HeldState:
             raise ConfigurationError(
                 f"two training loaders have the name {source.name!r}; give each a name of its own: ElasticDataLoader(..., name=...)"
             )
+        if source.name in self._ended:
+            raise ConfigurationError(
+                f"a training loader named {source.name!r} has given out steps and is gone, and another one takes its name: a resumed "
+                "script would give the cursor of one to the other. Make one loader and iterate over it in each epoch, or give each "
+                "loader a name of its own: ElasticDataLoader(..., name=...)"
+            )
+        if self._sources.get(source.name) is not source:
+            weakref.finalize(source, _note_end, weakref.ref(self), source.name, source.cursor_reader()).atexit = False
         self._sources[source.name] = source
         self._numbers.setdefault(source.name, len(self._numbers) + 1)
         if source.name in self._waiting:
@@ -136,6 +155,7 @@ class HeldState:
         """`step` was applied: the state has its name now."""
         self.name = StateName(step.placement.generation, self.steps + 1)
         self.step, self.control = None, step.control or self.control
+        self._own_loop_began = self._own_loop_began or step.source is None
         self.samples += step.source.step_samples if step.source is not None else 0
         self.outcomes += 1
 
@@ -165,6 +185,29 @@ class HeldState:
             return ScriptPosition("", 0, 0, 0)
         dealing = xxhash.xxh3_64_intdigest(f"{source.dealing} {source.step}".encode())
         return ScriptPosition(source.name, self._numbers[source.name], source.epoch, source.step, dealing)
+
+    def place_in_epochs(self) -> Place:
+        """Where the script stands in its loops over epochs, as far as a resumed script and a joiner stand there, too."""
+        inside = [source for source in sorted(self.sources, key=lambda each: each.name) if source.within is not None]
+        return Place(
+            epochs=",".join(f"{source.name}@{source.within}" for source in inside),
+            after_batches=any(source.within is not None and source.next_iteration > source.within for source in inside),
+            within_batches=any(source.under_way for source in self.sources) or (not self._numbers and self._own_loop_began),
+        )
+
+    def warn_of_given_up(self) -> None:
+        """Warns, once for each loader, that a state saved now gives up the rest of an epoch."""
+        for source in self.sources:
+            if source.gives_up is not None and not source.under_way and source.name not in self._warned:
+                self._warned.add(source.name)
+                _log.warning(
+                    "save_checkpoint after the loop over loader %r was left early, in epoch %d at step %d: a run that resumes from it goes "
+                    "on with the next epoch, as this script would, and the rest of this one is not trained on. To stop the run here, leave "
+                    "`for epoch in loader.epochs(n)` as well before you save, or save inside the loop over the batches",
+                    source.name,
+                    source.gives_up,
+                    source.step,
+                )
 
     def enter_epochs(self, source: StepSource) -> int:
         """The script is at the head of a loop over epochs of `source`. Returns the epoch that the loop begins with.
@@ -217,7 +260,7 @@ class HeldState:
         return {
             "replica": replica if replica is not None else self.engine.capture(),
             "registered": self.registered.capture(),
-            "sources": {source.name: source.state_dict() for source in self.sources} | self._waiting,
+            "sources": self._ended | {source.name: source.state_dict() for source in self.sources} | self._waiting,
             # One that was loaded, and that this script has not entered yet, is as it was loaded: peers are to enter it as this script will.
             "loops": {name: self._loops_to_enter.get(name, loop | {"inside": inside}) for name, loop in self._loops.items()},
             "steps": self.steps,
@@ -247,7 +290,7 @@ class HeldState:
         self.phase.replace()
         self.compared, self.run = captured["steps"], captured.get("run", "")
         self.samples = captured.get("samples", 0)  # checkpoints of earlier releases do not say
-        self._waiting = waiting
+        self._waiting, self._ended = waiting, {}
         self._loops, self._loops_to_enter = dict(captured["loops"]), dict(captured["loops"])
 
     def with_own_tables(self, captured: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -314,6 +357,10 @@ class HeldState:
         self.registered.step_void()
         self.phase.go_back()
 
+    def unclaimed(self) -> list[str]:
+        """What the loaded state has that the script has made no object for, by its name."""
+        return [*self.registered.unclaimed(), *(f"the loader {name!r}" for name in sorted(self._waiting))]
+
     def standing(self) -> Standing:
         """What this rank says of itself when a generation forms."""
         step, name = self.step, self._kept.name if self._kept is not None else self.name
@@ -329,6 +376,12 @@ class HeldState:
             rewinds=self.in_round and step is not None and step.handed_out,
             interrupted=self.interrupted,
         )
+
+
+def _note_end(held: weakref.ref[HeldState], name: str, read_cursor: Callable[[], dict[str, Any]]) -> None:
+    """The script has let go of the loader `name`."""
+    if (state := held()) is not None and (cursor := read_cursor()).get("global_step"):
+        state._ended[name] = cursor
 
 
 def _with_tables(replica: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:

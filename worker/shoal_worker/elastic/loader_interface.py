@@ -197,6 +197,21 @@ class StepSource(Protocol):
         ...
 
     @property
+    def within(self) -> int | None:
+        """The epoch that its `epochs()` has given out; None outside of that loop."""
+        ...
+
+    @property
+    def gives_up(self) -> int | None:
+        """The epoch whose rest is given up, since the loop over its batches was left early; None: there is none."""
+        ...
+
+    @property
+    def next_iteration(self) -> int:
+        """The epoch of the next iteration in no `epochs()`, by the iterations that this script has passed."""
+        ...
+
+    @property
     def step(self) -> int:
         """Steps of that epoch that are committed."""
         ...
@@ -247,6 +262,10 @@ class StepSource(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor after the last commit; JSON-able."""
+        ...
+
+    def cursor_reader(self) -> Callable[[], dict[str, Any]]:
+        """A call that returns `state_dict()`, and does not hold the loader."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -11,6 +11,11 @@ tells nobody of their making; so `__new__` of their classes notes each one here,
 makes them, which is the same on every rank. The session registers those that belong to its model or optimizer when the next step begins: by
 then they are whole.
 
+A resumed script and a joiner enter `loader.epochs(n)` at the epoch that the run has reached, so an object that is made in such a loop is
+numbered within its epoch. One made between two batches would get its state too late, in the middle of a step: it is refused unless
+`register_state` gives it a name. A state that no object has claimed by the first committed step is dropped, with a warning; a later
+object must not receive it.
+
 Copies (`copy.deepcopy` of the best average so far, say) are the user's own, and are not noted. torch's classes are changed once for the
 process, when this module is imported; what they do stays the same.
 """
@@ -40,6 +45,19 @@ from shoal_worker.state.tree import flatten
 
 NAMES: Final[dict[type[Any], str]] = {LRScheduler: "scheduler", torch.amp.GradScaler: "scaler", AveragedModel: "averaged"}
 """What they are registered as, with a number."""
+_AUTOMATIC: Final = "shoal."
+"""How the names begin that nobody chose."""
+
+
+class Place(NamedTuple):
+    """Where the script stands while it makes an object."""
+
+    epochs: str = ""
+    """Epochs of the enclosing `epochs()` loops, such as "loader@3"; empty outside of them."""
+    after_batches: bool = False
+    """The epoch's iteration over the batches has ended."""
+    within_batches: bool = False
+    """A batch was handed out and its loop has not ended, so a resumed script need not pass this place."""
 
 
 class Made(NamedTuple):
@@ -47,6 +65,7 @@ class Made(NamedTuple):
 
     name: str
     one: Any
+    place: Place = Place()
 
 
 class _Thread(threading.local):
@@ -54,7 +73,8 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self.made: list[tuple[str, weakref.ref[Any]]] = []
+        self.made: list[tuple[str, weakref.ref[Any], Place]] = []
+        self.place: Callable[[], Place] = Place
 
 
 _own: Final = _Thread()
@@ -63,7 +83,16 @@ _own: Final = _Thread()
 def newly_made() -> list[Made]:
     """What this thread has made and nobody has asked for, oldest first."""
     made, _own.made = _own.made, []
-    return [Made(name, one) for name, reference in made if (one := reference()) is not None]
+    return [Made(name, one, place) for name, reference, place in made if (one := reference()) is not None]
+
+
+def _automatic_name(kind: str, place: Place) -> str:
+    """A name that a resumed script and a joiner give to the object that they make at this place."""
+    where = f"{place.epochs}{'+' if place.after_batches else ''}." if place.epochs else ""
+    prefix = f"{_AUTOMATIC}{kind}.{where}"
+    number = _own.counts[prefix]
+    _own.counts[prefix] += 1
+    return f"{prefix}{number}"
 
 
 def _note(kind: Any, name: str) -> None:
@@ -72,8 +101,8 @@ def _note(kind: Any, name: str) -> None:
     def new(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
         one = plain(cls) if plain is object.__new__ else plain(cls, *args, **kwargs)
         if sys._getframe(1).f_globals.get("__name__") not in ("copyreg", "copy"):
-            _own.made.append((f"shoal.{name}.{_own.counts[name]}", weakref.ref(one)))
-            _own.counts[name] += 1
+            place = _own.place()
+            _own.made.append((_automatic_name(name, place), weakref.ref(one), place))
         return one
 
     kind.__new__ = new
@@ -140,6 +169,12 @@ class RegisteredState:
         """What registered itself, as long as the script holds it."""
         self._undecided: list[Made] = []
         """Made before an optimizer was known."""
+        self._unnamed: list[Made] = []
+        """Made between batches, where a number does not identify them."""
+        self._unchecked = False
+        """A state was loaded, and no step committed since."""
+        self._loaded_place = ""
+        """The epochs that the script stood in, behind their batches, when the loaded state was captured."""
         self.applying = False
         """One of the run's optimizers is at its step: others that step now are parts of it."""
         self._model: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -174,9 +209,20 @@ class RegisteredState:
         self._memberships.begin(groups)
         self.note_trained([parameter.requires_grad for parameter in known])
 
+    def number_by(self, place: Callable[[], Place]) -> None:
+        """`place` says where the script stands; it numbers what this thread makes from now on."""
+        _own.place = place
+
     def let_go(self) -> None:
         """The run is over for this process: what happens to the model from here on is its own."""
         self._model = {}
+        _own.place = Place
+        if not _own.made:  # the next run of this process numbers its objects from 0, as a process of its own would
+            _own.counts.clear()
+
+    def unclaimed(self) -> list[str]:
+        """Names in the loaded state that the script has registered no object for."""
+        return sorted(self._pending)
 
     def check_groups(self) -> None:
         """Raises ConfigurationError if the run's optimizers have got groups, or parameters in them, that no strategy knows of."""
@@ -292,7 +338,13 @@ class RegisteredState:
         """The state of all objects."""
         self.find_new()
         states = {name: value.state_dict() for name, value in self._all.items()} | self._pending
-        return {"states": states, "scale": self._last_scale, "advances": dict(self._advances)}
+        place = _own.place()
+        return {
+            "states": states,
+            "scale": self._last_scale,
+            "advances": dict(self._advances),
+            "place": place.epochs if place.after_batches else "",
+        }
 
     def restore(self, captured: Mapping[str, Any]) -> None:
         """Loads a captured state. States of names that are not registered yet wait for them."""
@@ -302,6 +354,7 @@ class RegisteredState:
             if name in states:
                 _load(value, states.pop(name))
         self._pending, self._last_scale = states, captured.get("scale")
+        self._unchecked, self._loaded_place = True, captured.get("place", "")
         self._scale_before = self._last_scale
         self._loaded = dict(captured.get("advances", {}))
         self._advances, self._passed, self._early = dict(self._loaded), {}, {}
@@ -336,15 +389,48 @@ class RegisteredState:
         self._open, self._early, self._advanced = True, {}, None
         self._scale_before = self._last_scale
         self.find_new()
-        self._loaded_settings = None
+        self._refuse_unnamed()
 
     def step_taken(self) -> None:
         """The script gets its part of the step that has begun: it has come to where the run is."""
+        self.find_new()  # a joiner's first step begins at the head of its loop over epochs, before it makes what belongs to the epoch
+        self._refuse_unnamed()
         self._passing, self._loaded = False, {}
 
     def step_committed(self) -> None:
         """The step in progress counts, and what has advanced in it already."""
         self._open, self._early = False, {}
+        self._loaded_settings = None
+        if self._unchecked:
+            self._unchecked = False
+            self._drop_unclaimed()
+
+    def _drop_unclaimed(self) -> None:
+        """Warns of automatic names that no object has claimed. An object made later is another one than theirs."""
+        dropped = [name for name in self._pending if name.startswith(tuple(f"{_AUTOMATIC}{kind}." for kind in NAMES.values()))]
+        for name in dropped:
+            del self._pending[name]
+        over = f".{self._loaded_place}." if self._loaded_place else None
+        lost = [name for name in dropped if over is None or over not in name]  # else its epoch was over when it was saved
+        if lost:
+            _log.warning(
+                "the loaded state has that of %s, which this script had not made before its first step, so it is dropped: make "
+                "schedulers, gradient scalers and averaged models before the loop or at the head of an epoch, or name them by "
+                "shoal.register_state(name=...)",
+                ", ".join(lost),
+            )
+
+    def _refuse_unnamed(self) -> None:
+        """Raises ConfigurationError: an object was made between batches, where no number identifies it in a resumed script."""
+        unnamed, self._unnamed = self._unnamed, []
+        named = list(self._objects.values())
+        for made in unnamed:
+            if all(known is not made.one for known in named):
+                raise ConfigurationError(
+                    f"a {type(made.one).__name__} was made between two batches: a process that joins or resumes there would not make it, "
+                    "or would give it another's state. Make it before the loop over the batches, or name it where it is made: "
+                    "shoal.register_state(some_name=...)"
+                )
 
     def passed_over(self) -> None:
         """The script has passed over an iteration of a loader, and may go on to what it did after it in the run."""
@@ -356,10 +442,13 @@ class RegisteredState:
         if not made and (not self._undecided or not self._optimizers):
             return
         candidates, self._undecided = [*self._undecided, *made], []
-        for name, one in candidates:
+        for name, one, place in candidates:
             if not self._optimizers:
-                self._undecided.append(Made(name, one))
+                self._undecided.append(Made(name, one, place))
             elif self._belongs(one) and all(known is not one for known in self._objects.values()):
+                if place.within_batches:
+                    self._unnamed.append(Made(name, one, place))
+                    continue
                 try:
                     self._take(name, one, self._found)
                 except ConfigurationError as error:
@@ -430,18 +519,19 @@ class RegisteredState:
         return True
 
     def _gate(self, name: str, value: Any, method: str) -> None:
-        advance, kind = getattr(value, method), type(value)
+        kind, gate = type(value), weakref.ref(value)  # a strong reference would keep it, through its own class, until a collection
+        advance = getattr(kind, method)
 
         @functools.wraps(advance)
         def gated(own: Any, *args: Any, **kwargs: Any) -> Any:
-            if own is not value:  # a copy of it, which is nobody's but the user's
-                return getattr(kind, method)(own, *args, **kwargs)
-            if not self._counts(name, value):
+            if own is not gate():  # a copy of it, which is nobody's but the user's
+                return advance(own, *args, **kwargs)
+            if not self._counts(name, own):
                 if method == "update":
                     # As its update() ends, or the next step would count as the second. One that is not enabled has none.
-                    getattr(value, "_per_optimizer_states", {}).clear()
+                    getattr(own, "_per_optimizer_states", {}).clear()
                 return None
-            return advance(*args, **kwargs)  # bound before the class changed
+            return advance(own, *args, **kwargs)
 
         # A class of its own, not an attribute of the instance: schedulers put their instance attributes into state_dict().
         value.__class__ = type(kind.__name__, (kind,), {method: gated, "__module__": kind.__module__, "__qualname__": kind.__qualname__})

@@ -394,6 +394,10 @@ class Session:
         part = self._held.engine.part(channel)
         return replace(part, state=self._held.capture(part.state)) if part is not None else None
 
+    def warn_of_given_up(self) -> None:
+        """See `HeldState.warn_of_given_up`."""
+        self._held.warn_of_given_up()
+
     @property
     def row_store(self) -> RowStore | None:
         """The rows of the model's sparse tables; None: it has none."""
@@ -477,6 +481,12 @@ class Session:
             self._departure.say_goodbye(LeaveReason.FAILED if failed is not None else good, failed or "")
         elif failed is None:
             self._departure.finish()
+        if failed is None and not self._held.phase.replaying and (unclaimed := self._held.unclaimed()):
+            _log.warning(
+                "the loaded state has that of %s, and this script has made nothing of that name: its state was not used. Give objects and "
+                "loaders the names that they had in the run that saved them",
+                ", ".join(unclaimed),
+            )
         self._held.registered.let_go()
         if self._exchange is not None:
             self._exchange.close()

@@ -385,7 +385,7 @@ def process_group() -> ProcessGroup:
     and repeat.
 
     It becomes torch's default group, so that `torch.distributed.is_initialized()` is true from then on. Without a job, and in a joiner that
-    replays its script, it is a world of one.
+    replays its script, it is a world of one; the joiner's `get_rank` is -1, so that it is not taken for rank 0.
 
     Raises:
         PreconditionError: the script has called `torch.distributed.init_process_group` (DEFAULT_GROUP_EXISTS). Its calls raise it inside a
@@ -430,14 +430,17 @@ def print_once(*values: Any, **options: Any) -> None:
 def main_first(*, timeout: timedelta = timedelta(hours=1)) -> AbstractContextManager[bool]:
     """Put around what one process of each machine is to do before the others: a download, filling a cache, compiling an extension.
 
-    The first one to come runs it alone, and the others run it after that, and find the work done. If it dies, another one is first. Gives
-    True to who is first. May be used anywhere, also before `init()`.
+    The first process to come runs it alone and gets True; the others run it after that, get False, and find the work done. If the first
+    one dies within the block, another one is first. Under `shoal run` a process that replaces a dead one later gets False as well: the work
+    is done once on each machine and in each run. May be used anywhere, also before `init()`.
 
     Raises:
         DeadlineError: the first one took longer than `timeout`.
     """
     block = first_of_machine.next_block(inspect.currentframe())
-    return first_of_machine.main_first(f"{WorkerSettings().job_id} {Path.cwd()} {block}", timeout=timeout)
+    settings = WorkerSettings()
+    scope = f"{settings.job_id} {settings.run} {Path.cwd()} {block}"
+    return first_of_machine.main_first(scope, timeout=timeout, once=bool(settings.run))
 
 
 def track(*sinks: Sink, every_steps: int = 10) -> None:
@@ -458,13 +461,16 @@ def is_joining() -> bool:
 
 
 def rank() -> int:
-    """This process's rank in the newest generation it is in. Changes when members come and go."""
-    return current_session().rank
+    """This process's rank in the newest generation it is in. Changes when members come and go.
+
+    -1 in a joiner that replays its script (`is_joining`): it has no rank yet, and must do nothing that rank 0 does for all.
+    """
+    return current_session().place_told[0]
 
 
 def world_size() -> int:
-    """Number of ranks in that generation."""
-    return current_session().world_size
+    """Number of ranks in that generation; -1 in a joiner that replays its script."""
+    return current_session().place_told[1]
 
 
 def generation() -> int:

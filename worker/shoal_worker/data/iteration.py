@@ -89,6 +89,9 @@ class Delivery:
     ) -> None:
         self.failed = False
         """Making a batch raised an error. Whoever begins an iteration sets it back."""
+        self.batch_weight = 0.0
+        """Weight of the batch handed out last in the mean over its step; 0: it stands in for samples that this rank does not have."""
+        self._warned = False
         self._at_hand: Request | None = None
         self._supply = supply
         self._fetcher = fetcher
@@ -126,12 +129,31 @@ class Delivery:
                 session.assign(Share(weight=weight, total_weight=self._total_weight(dealt, weight), micro_batches=None))
             session.begin_micro_batch(index=block.index, weight=weight, key=request.key, weigh=self._weigh_rows(batch, block))
             self._note(dealt, block, loader)
-            self._at_hand = request
+            self._at_hand, self.batch_weight = request, weight
+            if not len(block):
+                self._warn_of_stand_in(dealt, loader)
             dealt.handed_out += len(block)
             yield batch
             session.end_micro_batch()
         if self._in_micro_batches:
             session.finish_batches()
+
+    def _warn_of_stand_in(self, dealt: DealtStep, loader: str) -> None:
+        """Warns once that the script may count another rank's sample as its own."""
+        if self._warned:
+            return
+        self._warned = True
+        _log.warning(
+            "loader %r: step %d of epoch %d has %d samples for %d ranks, so rank %d gets a copy of another rank's. It weighs nothing in "
+            "training; sums over batches must not count it either: multiply by loader.batch_weight, which is 0 here, and not by the "
+            "length of the batch",
+            loader,
+            dealt.number,
+            dealt.epoch,
+            len(dealt.positions),
+            dealt.placement.world_size,
+            dealt.placement.rank,
+        )
 
     def _weight(self, batch: Any, block: Block) -> float:
         if self._weight_fn is None or not len(block):

@@ -357,6 +357,16 @@ class ElasticDataLoader:
         self._refuse_evaluation("steps()")
         return self._iterations.steps(self)
 
+    @property
+    def batch_weight(self) -> float:
+        """Weight of the batch handed out last in the mean over its step: its number of samples, or what `weight_fn` said.
+
+        0 for a stand-in: in a step with fewer samples than ranks, a rank without any gets a copy of another's sample. So sums over batches
+        multiply by this, `total += loss.detach() * loader.batch_weight`, and not by the length of the batch.
+        """
+        self._refuse_evaluation("batch_weight")
+        return self._delivery.batch_weight
+
     def peek(self) -> Any:
         """The batch that this rank will probably get after the one at hand, to prepare for it: `table.prefetch(...)`, say. Call it inside
         of the loop. None: there is none in this epoch, or it is not known, as with `batch_size` without `look_ahead` or data workers. It is

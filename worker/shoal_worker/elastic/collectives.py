@@ -60,7 +60,7 @@ def all_reduce(session: Session, value: Any, op: str) -> Any:
 
 def broadcast(session: Session, value: Any, from_rank: int) -> Any:
     """See `shoal.broadcast`."""
-    if not 0 <= from_rank < session.world_size:
+    if from_rank < 0 or (from_rank >= session.world_size and not session.is_joining):
         raise ConfigurationError(f"broadcast(from_rank={from_rank}): expected 0 to {session.world_size - 1}")
     everyones = gather(session, value, kind="broadcast", source=from_rank)
     if len(everyones) == 1:

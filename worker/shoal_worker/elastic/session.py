@@ -147,6 +147,12 @@ class Session:
         return generation.world_size if generation is not None else 1
 
     @property
+    def place_told(self) -> tuple[int, int]:
+        """(rank, number of ranks) for scripts; (-1, -1) while this process replays its script and has neither. Torch uses -1 likewise, for
+        a process that is in no group."""
+        return (-1, -1) if self._held.phase.replaying else (self.rank, self.world_size)
+
+    @property
     def is_first(self) -> bool:
         """This process does what one does for all, such as writing files: it holds the state, and no lower rank does."""
         return not self.is_joining and (self._formation is None or self._formation.is_first)

@@ -16,10 +16,13 @@ from __future__ import annotations
 
 import base64
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
+import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
 
 from shoal_worker.backends.collective import Collective, Kind, UnmatchedCollectiveError, check_op, execute, op_name
@@ -73,7 +76,10 @@ class SurvivingGroup(PythonGroup):
     # --- who is here
 
     def rank(self) -> int:
-        """This process's rank: that of the last call since the last step, or else the current one."""
+        """This process's rank: that of the last call since the last step, or else the current one. -1 for a script that is not where its
+        peers are: it must not take itself for rank 0. Torch's own code, which asks in its calls, works in a world of one there."""
+        if self.session.elastic and not self.session.has_left and self._by_itself and not _is_torch(sys._getframe(1)):
+            return -1
         return self._told()[0]
 
     def size(self) -> int:
@@ -201,6 +207,13 @@ class SurvivingGroup(PythonGroup):
         if not tensor.is_contiguous() or tensor.numel() % size:
             return super()._rows(tensor, field) if self._asked in (None, self.place) else [tensor.data]
         return list(tensor.data.view(size, -1).unbind(0))
+
+
+def _is_torch(caller: FrameType | None) -> bool:
+    """Whether code of `torch.distributed` asks for its own ends, and not in the name of a script that called `get_rank`."""
+    if caller is not None and caller.f_code is dist.get_rank.__code__:
+        caller = caller.f_back
+    return caller is not None and str(caller.f_globals.get("__name__")).startswith("torch.distributed")
 
 
 class CompletedWork(Work):

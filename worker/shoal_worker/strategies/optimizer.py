@@ -174,9 +174,9 @@ class ShardedOptimizer(ForwardingOptimizer):
 
     @property
     def membership(self) -> Placement:
-        """Where this process stands now: `generation`, `rank` and `world_size`."""
-        session = self._session
-        return Placement(generation=session.generation, rank=session.rank, world_size=session.world_size)
+        """Where this process stands now: `generation`, `rank` and `world_size`, the last two as `shoal.rank()` and `shoal.world_size()`."""
+        rank, world_size = self._session.place_told
+        return Placement(generation=self._session.generation, rank=rank, world_size=world_size)
 
     def on_membership_change(self, callback: MembershipCallback) -> None:
         """`callback(before, after)` is called on the training thread at the end of the first `step()` that finds other ranks than the one

@@ -1,0 +1,46 @@
+"""Who does what one rank, or one process of a machine, does for all: never a process that replays its script, nor one too many."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+from tests.integration.worker_elastic.cluster import cluster
+from tests.zygote.children import Zygote
+
+SCRIPT = Path(__file__).parent / "asks_for_rank.py"
+
+
+def test_a_joiner_that_replays_its_script_is_not_taken_for_rank_0(zygote: Zygote, tmp_path: Path) -> None:
+    with cluster(zygote, tmp_path, min_workers=2, max_workers=2, script=SCRIPT) as running:
+        running.start(0, SHOAL_FAILPOINTS="session.after_commit@3=kill")
+        running.start(1)
+        assert running.workers[0].wait() == -signal.SIGKILL
+        running.start(2)
+        survivor, joiner = running.finish(1, 2)
+    joining, *ranks = survivor["at_top"]
+    assert (joining, ranks) in ((False, [rank, 2, rank, rank, rank]) for rank in (0, 1))
+    assert joiner["at_top"] == [True, -1, -1, -1, -1, -1]
+    for told in (survivor, joiner):
+        joining, rank, world_size, torchs_rank = told["in_the_end"]
+        assert (joining, world_size, rank) == (False, 2, torchs_rank)
+    assert {survivor["in_the_end"][1], joiner["in_the_end"][1]} == {0, 1}
+
+
+def first_of(directory: Path, job: str, run: str, end: str = "") -> str:
+    """What `main_first` gives to a process of this run. `end`: what it does within the block."""
+    program = f"import os, shoal\nwith shoal.main_first() as first:\n    print(first, flush=True)\n    {end or 'pass'}"
+    script = directory / "script.py"
+    script.write_text(program)
+    environment = {**os.environ, "SHOAL_JOB_ID": job, "SHOAL_RUN": run}
+    return subprocess.run([sys.executable, script], env=environment, cwd=directory, capture_output=True, text=True, timeout=100).stdout.strip()
+
+
+def test_main_first_is_true_for_one_process_of_each_run_also_for_one_that_comes_after_the_others_have_died(tmp_path: Path) -> None:
+    job = f"job-{uuid.uuid4().hex}"
+    assert first_of(tmp_path, job, "1:5", end="os._exit(1)") == "True"  # it has not done the work
+    assert [first_of(tmp_path, job, run) for run in ("1:5", "1:5", "2:9")] == ["True", "False", "True"]

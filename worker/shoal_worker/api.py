@@ -243,7 +243,8 @@ def evaluate(
     """Evaluates on all ranks together: the sums of what `fn(model, batch)` gives, over every batch of `loader` once.
 
     `fn` returns sums (correct answers, samples, summed loss), not means. The model is in evaluation mode, without gradients. Call it on
-    every rank, between steps; every rank gets the answer. The batches of a rank that dies meanwhile are dealt again.
+    every rank, between steps; every rank gets the answer. The batches of a rank that dies meanwhile are dealt again. Global random
+    generators are seeded for each batch by its number, so that noise or dropout in `fn` does not depend on the number of ranks.
 
     Args:
         model: from `as_distributed`, or any module that is equal on all ranks.

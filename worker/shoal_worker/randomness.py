@@ -27,12 +27,16 @@ def derive_seed(key: Sequence[int]) -> int:
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
-    """Puts the states of torch's CPU generator, NumPy's and Python's back afterwards. Takes 0.1 ms: NumPy's is slow to save."""
+    """Puts the states of the generators that `seed_generators` seeds back afterwards. Takes 0.1 ms: NumPy's is slow to save."""
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    device_state = torch.cuda.default_generators[device].get_state() if device is not None else None
     torch_state, numpy_state, python_state = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
     try:
         yield
     finally:
         torch.default_generator.set_state(torch_state)
+        if device is not None and device_state is not None:
+            torch.cuda.default_generators[device].set_state(device_state)
         np.random.set_state(numpy_state)
         random.setstate(python_state)
 

@@ -6,6 +6,7 @@ version at once, not by an AttributeError in the middle of a step. `make test-to
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -57,6 +58,7 @@ try:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
     from torch.distributed.tensor.placement_types import _StridedShard
     from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
     from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
     from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
     from torch.utils import _pytree as pytree
@@ -165,3 +167,8 @@ def stage_backwards() -> tuple[Callable[..., Any], Callable[..., Any]]:
     except ImportError as error:
         raise _unexpected(error) from error
     return stage_backward_input, stage_backward_weight
+
+
+def is_iterating_dataloader() -> bool:
+    """Whether an iteration over a DataLoader of torch is alive. Looks through all objects, in some 50 ms."""
+    return any(issubclass(type(each), _BaseDataLoaderIter) for each in gc.get_objects())

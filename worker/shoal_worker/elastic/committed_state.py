@@ -17,6 +17,7 @@ from typing import Any, Final
 import xxhash
 from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
 
+from shoal_worker.elastic.batches_compared import BatchComparison
 from shoal_worker.elastic.course import Course
 from shoal_worker.elastic.loader_interface import Placement, StepSource
 from shoal_worker.elastic.operations import Operations
@@ -67,6 +68,7 @@ class HeldState:
         """The control word of the last step that was closed and committed here."""
         self.registered = RegisteredState()
         self.operations = Operations()
+        self.batches = BatchComparison()
         self._engine: TrainingEngine | None = None
         self._sources: weakref.WeakValueDictionary[str, StepSource] = weakref.WeakValueDictionary()
         self._waiting: dict[str, Any] = {}
@@ -264,6 +266,7 @@ class HeldState:
             # One that was loaded, and that this script has not entered yet, is as it was loaded: peers are to enter it as this script will.
             "loops": {name: self._loops_to_enter.get(name, loop | {"inside": inside}) for name, loop in self._loops.items()},
             "steps": self.steps,
+            "batches_compared": self.batches.checked,
             "samples": self.samples,
             "run": self.run,
         }
@@ -288,6 +291,7 @@ class HeldState:
         self.registered.restored()
         self._kept = None
         self.phase.replace()
+        self.batches.begin(captured.get("batches_compared", 0))
         self.compared, self.run = captured["steps"], captured.get("run", "")
         self.samples = captured.get("samples", 0)  # checkpoints of earlier releases do not say
         self._waiting, self._ended = waiting, {}

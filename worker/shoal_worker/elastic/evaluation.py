@@ -33,7 +33,7 @@ from torch.utils.data import (
 
 from shoal_worker.elastic.divergence import evaluations_apart
 from shoal_worker.elastic.loader_interface import StepStatus
-from shoal_worker.randomness import generators_kept
+from shoal_worker.randomness import generators_kept, seed_generators
 from shoal_worker.state.digest import DRAWN, SAMPLES, STREAMED, identity_of
 
 if TYPE_CHECKING:
@@ -249,8 +249,10 @@ def evaluate(
 ) -> Sums:
     """Sums what `fn(model, batch)` gives over all `batches`. The model is in evaluation mode meanwhile, without gradients.
 
-    In a joiner that still replays its script only the first batch is computed: nobody uses the answer.
+    In a joiner that still replays its script only the first batch is computed: nobody uses the answer. Random numbers that `fn` draws
+    follow from the evaluation and the batch's number, and not from the rank that computes it. The script's own go on as they were.
     """
+    key = (session.steps, session.operations.position)
     results: dict[int, Sums] = {}
     computed_at = session.steps
 
@@ -260,9 +262,13 @@ def evaluate(
         return itertools.islice((n for n in range(len(batches)) if n not in held), rank, None, world_size)
 
     def compute(wanted: Any, most: int | None = None) -> None:
-        for number, batch in itertools.islice(batches.read(wanted), most):
-            results[number] = _sums(fn(model, batch))
-            session.progress.entered()
+        with generators_kept():
+            seed_generators(key)  # datasets may draw, too: every rank reads a plain loader alike
+            for number, batch in itertools.islice(batches.read(wanted), most):
+                with generators_kept():
+                    seed_generators((*key, number))
+                    results[number] = _sums(fn(model, batch))
+                session.progress.entered()
 
     def ended() -> str:
         return batches.ended if isinstance(batches, StreamedBatches) else "{}"

@@ -275,6 +275,10 @@ class Session:
         """The step in progress; begins one in a user's own loop, where no loader does."""
         return self.lifecycle.ensure()
 
+    def note_inputs(self, *inputs: Any) -> None:
+        """The model is called with `inputs` to train. See `BatchComparison`."""
+        self.lifecycle.note_inputs(inputs)
+
     def note_trained(self, trained: Sequence[bool]) -> None:
         """See `StrategySession`."""
         self._held.registered.note_trained(trained)
@@ -436,7 +440,8 @@ class Session:
 
     def replace_state(self, channel: Channel, captured: Mapping[str, Any] | None) -> None:
         """Gives all ranks the state that the first one read from a checkpoint (`captured`; None on the others). Part of an operation."""
-        captured = self._held.with_own_tables(captured) if captured is not None else None
+        if captured is not None:  # of a checkpoint: the script may draw its batches otherwise than the one that saved it
+            captured = {**self._held.with_own_tables(captured), "batches_compared": 0}
         if self._formation is not None and isinstance(channel, GroupChannel):
             self._formation.replace_state(channel, captured)
         elif captured is not None:  # in this process alone; peers will get it from here

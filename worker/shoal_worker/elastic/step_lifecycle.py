@@ -18,6 +18,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
 from shoal_common.failpoints import failpoint
@@ -362,6 +363,7 @@ class StepLifecycle:
         self._commit(step)
         failpoint("session.after_commit")
         if step.control is not None:
+            self._compare_batches(step)
             self._compare_replicas()
         return StepStatus.LOST if self._end(updated=True) else StepStatus.COMMITTED
 
@@ -400,6 +402,23 @@ class StepLifecycle:
     def steps_apart(self, step: Step) -> PreconditionError:
         """The error for ranks that did not mean the same step, or one model's own within it. All ranks call it."""
         return steps_apart(self._held.place(step.source), step.source, self._borders.group, step.of)
+
+    def note_inputs(self, inputs: Any) -> None:
+        """The model is called with `inputs` in the step in progress, or to begin one. What a loader of Shoal's gave is dealt already."""
+        held, step = self._held, self.current
+        if held.batches.due and (step is None or step.source is None) and not self._rehearsing and self._compares_batches:
+            held.batches.note(inputs)
+
+    @property
+    def _compares_batches(self) -> bool:
+        group = self._borders.group
+        return group is not None and group.world_size > 1 and self._held.engine.consistency_check_every > 0
+
+    def _compare_batches(self, step: Step) -> None:
+        """After the first steps of a loop without loaders. Raises PreconditionError (SAME_BATCHES), on all ranks."""
+        group = self._borders.group
+        if step.source is None and self._held.batches.due and self._compares_batches and group is not None:
+            self._held.batches.compare(group, step.placement)
 
     def _compare_replicas(self) -> None:
         """After every so many steps. Raises PreconditionError (REPLICAS_DIVERGED), on all ranks."""
@@ -494,6 +513,7 @@ class StepLifecycle:
             self._borders.settle(source)
 
     def _void(self) -> None:
+        self._held.batches.drop()
         self._held.registered.step_void()
         self._held.engine.discard_step()
         self._held.step = None

@@ -87,7 +87,7 @@ _HAPPENED: Final = ("MEMBER_REPLACED", "LEASE_EXPIRED", "PROCESS_EXITED", "MEMBE
 """Reasons with which the coordinator ends the membership of a process that lives, and that of a service that cannot be reached."""
 
 
-_VERDICTS: Final = ("RANKS_DIVERGED", "REPLICAS_DIVERGED")
+_VERDICTS: Final = ("RANKS_DIVERGED", "REPLICAS_DIVERGED", "SAME_BATCHES")
 """Reasons that say what the scripts, or the machines, did. They may come out of a failed collective, but the next one would fail alike."""
 
 

@@ -131,6 +131,8 @@ class ShardedModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass; in training its backward pass reduces the gradients, where the strategy does."""
+        if self.training and torch.is_grad_enabled():
+            self._session.note_inputs(args, kwargs)
         if self._among is None or not torch.is_grad_enabled():
             return self.engine.forward(*args, **kwargs)
         output = self.engine.forward_frozen(*args, **kwargs) if self._among.frozen else self.engine.forward(*args, **kwargs)
@@ -149,6 +151,7 @@ class ShardedModel(nn.Module):
         `loader.steps()` the batch is a micro-batch, and the loss its own. Under local_sgd and async_sgd, where ranks do not meet in each
         step, it is this rank's.
         """
+        self._session.note_inputs(inputs, targets)
         return self.engine.train_step(inputs, targets, loss_fn)
 
     def predict(self, inputs: Any) -> Any:

@@ -1,0 +1,57 @@
+"""An evaluation that draws random numbers is the same on any number of ranks."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import shoal
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+ROWS = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
+
+
+class Noisy(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return ROWS[index] + torch.randn(4)
+
+
+def noisy(model: nn.Module, batch: Any) -> dict[str, float]:
+    (rows,) = batch if isinstance(batch, list) else (batch,)
+    noise = torch.randn_like(rows) + random.random() + np.random.rand()  # noqa: NPY002 - what scripts do
+    return {"sum": model(rows + noise).square().sum().item()}
+
+
+def evaluations(kind: str) -> tuple[list[float], float]:
+    """The results of two evaluations in a row, and a number that the script draws afterwards."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    net = nn.Linear(4, 1)
+    model, _ = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.01))
+    batches: Any = {
+        "shoal's": lambda: shoal.ElasticDataLoader(TensorDataset(ROWS), global_batch_size=8, train=False),
+        "torch's": lambda: DataLoader(TensorDataset(ROWS), batch_size=8),
+        "torch's, drawing": lambda: DataLoader(Noisy(), batch_size=8),
+    }[kind]()
+    results = [shoal.evaluate(model, batches, noisy)["sum"] for _ in range(2)]
+    return results, torch.rand(()).item()
+
+
+@pytest.mark.parametrize("kind", ["shoal's", "torch's", "torch's, drawing"])
+def test_an_evaluation_that_draws_is_the_same_on_any_number_of_ranks(kind: str) -> None:
+    (alone,) = shoal.launch(lambda: evaluations(kind), world_size=1)
+    for world_size in (2, 3):
+        assert shoal.launch(lambda: evaluations(kind), world_size=world_size) == [alone] * world_size
+
+
+def test_each_evaluation_draws_numbers_of_its_own() -> None:
+    (((first, second), _),) = shoal.launch(lambda: evaluations("shoal's"), world_size=1)
+    assert first != second

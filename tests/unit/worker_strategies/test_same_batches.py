@@ -1,0 +1,105 @@
+"""Ranks that all train on the same batches of a plain DataLoader are stopped in the first steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import shoal
+import torch
+from shoal_common.errors import PreconditionError
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+ROWS = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+DATASET = TensorDataset(ROWS, ROWS.sum(1, keepdim=True))
+
+
+def usual() -> DataLoader[tuple[torch.Tensor, ...]]:
+    return DataLoader(DATASET, batch_size=8, shuffle=True)
+
+
+def sampled() -> DataLoader[tuple[torch.Tensor, ...]]:
+    return DataLoader(DATASET, batch_size=8, sampler=DistributedSampler(DATASET, shoal.world_size(), shoal.rank()))
+
+
+def seeded_by_rank() -> DataLoader[tuple[torch.Tensor, ...]]:
+    return DataLoader(DATASET, batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(shoal.rank()))
+
+
+def all_at_once() -> DataLoader[tuple[torch.Tensor, ...]]:
+    return DataLoader(DATASET, batch_size=64)
+
+
+def train(
+    make: Callable[[], DataLoader[tuple[torch.Tensor, ...]]], strategy: str = "ddp", *, directory: Path | None = None, **options: object
+) -> int:
+    """Five epochs of at most four steps."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.01), strategy=strategy, **options)
+    if directory is not None:
+        shoal.resume(directory)
+    loader, steps = make(), 0
+    for _ in range(5):
+        for number, (x, y) in enumerate(loader):
+            if number == 4:
+                break
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+    if directory is not None:
+        shoal.save_checkpoint(directory)
+    return steps
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "fsdp", "local_sgd"])
+def test_ranks_that_train_on_the_same_batches_of_a_dataloader_are_stopped_with_the_remedy(strategy: str) -> None:
+    with pytest.raises(PreconditionError, match=r"all 2 ranks trained on the same batches.*ElasticDataLoader.*DistributedSampler") as raised:
+        shoal.launch(lambda: train(usual, strategy, **({"sync_every": 2} if strategy == "local_sgd" else {})), world_size=2)
+    assert raised.value.reason == "SAME_BATCHES"
+
+
+@pytest.mark.parametrize("make", [sampled, seeded_by_rank, all_at_once])
+def test_batches_that_differ_between_ranks_or_never_change_are_trained_on(
+    make: Callable[[], DataLoader[tuple[torch.Tensor, ...]]], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert len(set(shoal.launch(lambda: train(make), world_size=2))) == 1
+    assert "same batches" not in caplog.text
+
+
+def test_ranks_of_one_replica_have_the_same_batches() -> None:
+    shoal.launch(lambda: train(usual, "tensor"), world_size=2)
+
+
+def test_one_rank_alone_is_not_compared() -> None:
+    shoal.launch(lambda: train(usual), world_size=1)
+
+
+def test_the_check_can_be_turned_off() -> None:
+    shoal.launch(lambda: train(usual, consistency_check_every=0), world_size=2)
+
+
+def test_a_resumed_run_is_checked_again(tmp_path: Path) -> None:
+    shoal.launch(lambda: train(sampled, directory=tmp_path), world_size=2)
+    with pytest.raises(PreconditionError, match="trained on the same batches"):
+        shoal.launch(lambda: train(usual, directory=tmp_path), world_size=2)
+
+
+def test_a_loop_that_draws_the_same_batches_without_a_dataloader_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    def rank() -> None:
+        torch.manual_seed(0)
+        net = nn.Linear(4, 1)
+        model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.01))
+        for _ in range(5):
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with caplog.at_level(logging.WARNING):
+        shoal.launch(rank, world_size=2)
+    assert "all 2 ranks trained on the same batches" in caplog.text

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import safetensors
+import stat
 import safetensors.torch
 import torch
 import xxhash
@@ -57,7 +58,10 @@ def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor], metadata: dic
     Raises:
         OSError, SafetensorError: the disk is full or failing.
     """
+    file.touch()
+    mode = file.stat().st_mode  # as the umask has it; safetensors puts a file that its owner alone may read in the place of this one
     safetensors.torch.save_file({name: stored(tensor) for name, tensor in tensors.items()}, file, metadata)
+    file.chmod(stat.S_IMODE(mode))
     return told_of(file)
 
 

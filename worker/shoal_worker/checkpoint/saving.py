@@ -70,6 +70,7 @@ class CheckpointSaver:
 
     def save(self, session: Session, directory: Path, *, keep: int, sharded: bool | None) -> None:
         """One rank's part of a save. Returns when the state is copied. Raises what an earlier save on this rank raised."""
+        named, directory = str(directory), directory.absolute()  # the script may change its directory while the writer works
         if _holds_nothing_new(session):
             return
         if session.has_left:
@@ -81,6 +82,7 @@ class CheckpointSaver:
 
         def take(channel: Channel) -> None:
             copy.drop()
+            _check_named_alike(channel, "save_checkpoint", named)
             self.settle_together(channel)  # there is never more than one copy
             copy.take(channel)
 
@@ -328,6 +330,18 @@ class _Copy:
         return False
 
 
+def _check_named_alike(channel: Channel, what: str, named: str) -> None:
+    """Raises ConfigurationError, on all ranks alike, if they name different directories. A relative one may mean another place on each
+    machine. Part of an operation."""
+    everyones = [told.decode() for told in channel.exchange(named.encode())]
+    other = next((rank for rank, each in enumerate(everyones) if each != everyones[0]), None)
+    if other is not None:
+        raise ConfigurationError(
+            f"{what}: rank 0 names the directory {everyones[0]!r}, and rank {other} names {everyones[other]!r}; name the same on every "
+            "rank, such as one that shoal.broadcast gave, and no name drawn at random or from the rank"
+        )
+
+
 def _holds_nothing_new(session: Session) -> bool:
     """What it holds is not the run's, or is a checkpoint's that is there already."""
     return session.is_joining or session.is_redoing
@@ -339,6 +353,7 @@ _savers: weakref.WeakKeyDictionary[Session, CheckpointSaver] = weakref.WeakKeyDi
 def load_newest(session: Session, directory: Path) -> bool:
     """One rank's part of a resume: see `shoal.resume`."""
     saver = CheckpointSaver.of(session)
+    named, directory = str(directory), directory.absolute()
     if session.is_joining:
         session.on_state_lost(lambda: _load_alone(session, directory))
         session.go_back_by(lambda: _go_back(session, directory))
@@ -346,6 +361,7 @@ def load_newest(session: Session, directory: Path) -> bool:
     session.go_back_by(lambda: _go_back(session, directory))
 
     def body(channel: Channel) -> bool:
+        _check_named_alike(channel, "resume", named)
         saver.settle_together(channel)  # else the newest may not be there yet
         captured, told = on_first(channel, lambda: _read(session, directory)) or (None, {})
         told = json.loads(channel.exchange(json.dumps(told).encode())[0])

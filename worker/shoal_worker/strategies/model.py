@@ -300,7 +300,7 @@ class ShardedModel(nn.Module):
         Raises:
             UnavailableError (FILE_NOT_WRITTEN): on all ranks: the first one cannot write it.
         """
-        target, tensors = Path(path), self.full_state_dict()
+        target, tensors = Path(path).absolute(), self.full_state_dict()
 
         def write() -> str | None:
             return write_file(target, dump_tensors(tensors, self.get_model_metadata())) if self._session.is_first else None

@@ -31,7 +31,7 @@ class TensorBoard:
         """
         if find_spec("tensorboard") is None:
             raise ConfigurationError("shoal.TensorBoard needs the package tensorboard; install it with `pip install 'shoal[tensorboard]'`")
-        self._directory = Path(directory)
+        self._directory = Path(directory).absolute()  # it is opened, and by other ranks again, long after this
         self._writer: SummaryWriter | None = None
 
     def open(self, *, run: TrackedRun, step: int) -> None:

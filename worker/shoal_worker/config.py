@@ -81,6 +81,8 @@ class ShardingConfiguration:
                 raise ConfigurationError(f"{field}={getattr(self, field)!r}: expected True or False")
         if self.loss_reduction not in ("mean", "sum"):
             raise ConfigurationError(f'loss_reduction={self.loss_reduction!r}: expected "mean" or "sum"')
+        if isinstance(self.offload, Path):  # the script may change its directory
+            object.__setattr__(self, "offload", self.offload.absolute())
         if not (self.offload in (None, "cpu") or isinstance(self.offload, Path)):
             raise ConfigurationError(f'offload={self.offload!r}: expected "cpu", or a pathlib.Path of a directory for files')
         if self.mirrors not in (None, "device", "host"):

@@ -85,6 +85,8 @@ class Patience:
     def __init__(self) -> None:
         self.best: float | None = None
         self.bad_calls = 0
+        self.site: object = None
+        """The place in the script that it counts for; None: not known yet."""
 
     def observe(self, metric: float, *, mode: str, patience: int, min_delta: float) -> bool:
         """Counts one value; True if it is time to stop. NaN never improves."""
@@ -104,8 +106,10 @@ class Patience:
         self.best, self.bad_calls = state["best"], state["bad_calls"]
 
 
-def should_early_stop(session: Session, metric: float, *, mode: str, patience: int, min_delta: float) -> bool:
-    """See `ShardedOptimizer.should_early_stop`."""
+def should_early_stop(
+    session: Session, metric: float, *, mode: str, patience: int, min_delta: float, name: str | None, optimizer: int, site: object
+) -> bool:
+    """See `ShardedOptimizer.should_early_stop`. `optimizer`: its number among the run's; `site`: where the script calls this from."""
     if mode not in ("min", "max"):
         raise ConfigurationError(f'should_early_stop(mode={mode!r}): expected "min" or "max"')
     if patience < 1:
@@ -116,11 +120,20 @@ def should_early_stop(session: Session, metric: float, *, mode: str, patience: i
         value = float(metric)
     except (TypeError, ValueError, RuntimeError) as error:  # the last: a tensor of several elements
         raise ConfigurationError(f"should_early_stop(metric={metric!r}): expected one number ({error})") from error
-    counter = session.registered.find(_NAME)
+    parts = (str(optimizer) if optimizer else "", mode if mode != "min" else "", name or "")
+    known_as = ".".join([_NAME, *(part for part in parts if part)])
+    counter = session.registered.find(known_as)
     if counter is None:
         counter = Patience()
-        session.registered.register(_NAME, counter)
+        session.registered.register(known_as, counter)
     assert isinstance(counter, Patience)
+    if counter.site is None:
+        counter.site = site
+    elif counter.site != site:
+        raise ConfigurationError(
+            f"should_early_stop(mode={mode!r}, name={name!r}) is called from two places of the script, for one optimizer: each metric "
+            'counts its own calls, so give each call a name of its own, such as should_early_stop(loss, name="loss")'
+        )
 
     def average(channel: Channel) -> float:
         values = [json.loads(v) for v in channel.exchange(json.dumps(value).encode())]

@@ -256,6 +256,10 @@ class RegisteredState:
     def _param_groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
+    def number_of(self, optimizer: torch.optim.Optimizer) -> int:
+        """Its place among the run's optimizers, in the order of `as_distributed`."""
+        return next((number for number, known in enumerate(self._optimizers) if known is optimizer), 0)
+
     def _is_own(self, optimizer: Any) -> bool:
         """Whether it is one of the run's, or what the user holds of one."""
         own = getattr(optimizer, "optimizer", optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -253,15 +254,31 @@ class ShardedOptimizer(ForwardingOptimizer):
         there is nothing to do. Every rank calls it."""
         self._engine.synchronize_optimizer_state()
 
-    def should_early_stop(self, metric: float, *, mode: str = "min", patience: int = 5, min_delta: float = 0.0) -> bool:
+    def should_early_stop(
+        self, metric: float, *, mode: str = "min", patience: int = 5, min_delta: float = 0.0, name: str | None = None
+    ) -> bool:
         """One answer for all ranks: has `metric` not improved by more than `min_delta` in the last `patience` calls?
 
-        The ranks' metrics are averaged, so pass what `evaluate` returned, or a rank's own value. Call it on every rank.
+        The ranks' metrics are averaged, so pass what `evaluate` returned, or a rank's own value. Call it on every rank. Each optimizer
+        counts its own calls, and by `mode` and `name`.
+
+        Args:
+            name: of the metric, where the script watches several.
 
         Raises:
-            ConfigurationError: an unknown mode or a patience below 1.
+            ConfigurationError: an unknown mode or a patience below 1; calls from two places of the script with the same `mode` and `name`.
         """
-        return should_early_stop(self._session, metric, mode=mode, patience=patience, min_delta=min_delta)
+        caller = sys._getframe(1)
+        return should_early_stop(
+            self._session,
+            metric,
+            mode=mode,
+            patience=patience,
+            min_delta=min_delta,
+            name=name,
+            optimizer=self._session.registered.number_of(self.optimizer),
+            site=(caller.f_code, caller.f_lasti),
+        )
 
 
 def _optimizer_state(data: bytes) -> dict[str, Any]:

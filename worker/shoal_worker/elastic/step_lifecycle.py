@@ -68,6 +68,8 @@ class StepLifecycle:
         self._borders = Borders(held, formation, drain_grace=drain_grace)
         self.returning = ReturnToCheckpoint(held, self._borders)
         self._departure = departure
+        self.before_step: Callable[[], None] = lambda: None
+        """Called whenever a step begins."""
         self._stop: StopTraining | None = None
         """Came while the survivors asked each other about the step in progress."""
         self.diverged: str | None = None
@@ -115,6 +117,7 @@ class StepLifecycle:
     def _begin(self, source: StepSource | None) -> Step:
         """Settles the border, and begins a step."""
         self._held.step = None
+        self.before_step()
         if self._departure.stopped is not None:
             raise StopTraining(self._departure.stopped)
         try:

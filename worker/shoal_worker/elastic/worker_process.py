@@ -13,12 +13,12 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import timedelta
 from traceback import format_exception
 from types import FrameType, TracebackType
-from typing import Final
+from typing import Any, Final
 
 from shoal_common.allocator import keep_freed_memory
 from shoal_common.clients.coordinator import CoordinatorClient
@@ -145,6 +145,10 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 _log = logging.getLogger(__name__)
 
 _SAME_SIGNAL: Final = timedelta(seconds=5)
+_UNHEARD: Final = (
+    "{}: this worker does not hear that it is to leave, and is killed at the end of its notice. Set the handler before shoal.init(), "
+    "which calls it after its own, or let it call the one that signal.getsignal(signal.SIGTERM) gave"
+)
 _LOOPBACK: Final = OwnAddress(told="127.0.0.1", bound="127.0.0.1")
 
 
@@ -218,8 +222,10 @@ def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetr
         undo.callback(session.close, failed="it did not get as far as a rank")
         session.progress.tally_writer = _tally(settings)
         at_end = _Exit(session, membership, http)
+        before = signal.getsignal(signal.SIGTERM)
         if at_end.hear_sigterm():  # before it has a rank: one that waits for others leaves as well
-            undo.callback(signal.signal, signal.SIGTERM, signal.SIG_DFL)
+            undo.callback(signal.signal, signal.SIGTERM, before)
+            session.lifecycle.before_step = at_end.check_sigterm
         session.join()
         detector = DesyncDetector(session)
         detector.start()
@@ -295,6 +301,11 @@ class _Exit:
         self._script = ScriptEnd(account_for, in_backward)
         self._excepthook = sys.excepthook
         self._asked_at: float | None = None
+        self._handler = self._drain
+        """One object for the life of this one, to know it again."""
+        self._before: Callable[[int, FrameType | None], Any] | None = None
+        """The script's own handler of SIGTERM."""
+        self._hears = False
 
     def install(self) -> None:
         """Hooks into exceptions and exit."""
@@ -303,11 +314,24 @@ class _Exit:
         atexit.register(self._leave)
 
     def hear_sigterm(self) -> bool:
-        """From now on SIGTERM asks the member to leave. False: a handler that the script has set stays."""
-        if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        """From now on SIGTERM asks the member to leave, and then calls the handler that the script has set before. False: it does not,
+        since the script ignores the signal, or this is not the main thread."""
+        if threading.current_thread() is not threading.main_thread():
             return False
-        signal.signal(signal.SIGTERM, self._drain)
+        before = signal.getsignal(signal.SIGTERM)
+        if before is signal.SIG_IGN or before is None:
+            _log.warning("%s", _UNHEARD.format("the script ignores SIGTERM, or has a handler that is not Python's"))
+            return False
+        self._before = before if callable(before) else None
+        signal.signal(signal.SIGTERM, self._handler)
+        self._hears = True
         return True
+
+    def check_sigterm(self) -> None:
+        """Warns once that the script has put a handler of its own in the place of this one. Called before each step."""
+        if self._hears and (now := signal.getsignal(signal.SIGTERM)) is not self._handler:
+            self._hears = False
+            _log.warning("%s", _UNHEARD.format(f"the script has set a SIGTERM handler ({getattr(now, '__qualname__', now)}) after init()"))
 
     def _leave(self) -> None:
         if find_session() is self._session:
@@ -345,6 +369,8 @@ class _Exit:
         if self._asked_at is None:
             self._asked_at = now
             self._membership.link.drain("SIGTERM")
+            if self._before is not None:
+                self._before(number, _frame)
         elif now - self._asked_at > _SAME_SIGNAL.total_seconds():
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

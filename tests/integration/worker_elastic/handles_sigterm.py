@@ -1,0 +1,38 @@
+"""A script with a SIGTERM handler of its own, set before or after `shoal.init()` as WHEN says."""
+
+import json
+import logging
+import os
+import signal
+from pathlib import Path
+
+import shoal
+import torch
+from torch import nn
+
+logging.basicConfig(level=logging.INFO)
+torch.set_num_threads(1)
+output, when = Path(os.environ["OUTPUT"]), os.environ["WHEN"]
+heard = []
+if when == "before":
+    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+shoal.init()
+if when == "after":
+    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+net = nn.Linear(2, 1)
+model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
+loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.ones(32, 2)), global_batch_size=4)
+last = 10 if when == "after" else 10**9
+for _ in loader.epochs(10**6):
+    for (x,) in loader:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if loader.global_step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if loader.global_step == last:
+            break
+    if loader.global_step >= last:
+        break
+told = {"heard": heard, "steps": loader.global_step}
+(output / f"{os.environ['SHOAL_MEMBER_ID']}.json").write_text(json.dumps(told))

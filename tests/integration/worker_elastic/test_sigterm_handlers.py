@@ -1,0 +1,28 @@
+"""SIGTERM asks a worker to leave, whatever handler its script has set."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from tests.integration.worker_elastic.cluster import cluster
+from tests.zygote.children import Zygote
+
+SCRIPT = Path(__file__).parent / "handles_sigterm.py"
+
+
+def test_a_handler_that_was_set_before_is_called_and_the_worker_leaves(zygote: Zygote, tmp_path: Path) -> None:
+    with cluster(zygote, tmp_path, max_workers=1, script=SCRIPT, WHEN="before") as running:
+        running.start(0)
+        (told,) = running.finish(0)  # else it trains for a million epochs
+    assert told["heard"] == [signal.SIGTERM]
+    assert told["steps"] >= 4
+
+
+def test_a_handler_that_was_set_after_is_warned_of(zygote: Zygote, tmp_path: Path) -> None:
+    with cluster(zygote, tmp_path, max_workers=1, script=SCRIPT, WHEN="after") as running:
+        running.start(0)
+        (told,) = running.finish(0)
+        said = running.workers[0].said()
+    assert told == {"heard": [signal.SIGTERM], "steps": 10}
+    assert said.count("does not hear that it is to leave") == 1

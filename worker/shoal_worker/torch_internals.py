@@ -58,10 +58,10 @@ try:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
     from torch.distributed.tensor.placement_types import _StridedShard
     from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-    from torch.utils.data.dataloader import _BaseDataLoaderIter
     from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
     from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
     from torch.utils import _pytree as pytree
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     _ = c10d._world  # all process groups of this process
     _NATIVE_NAMES = {

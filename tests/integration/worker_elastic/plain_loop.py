@@ -18,7 +18,9 @@ torch.set_num_threads(1)
 shoal.init()
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 2))
-model, optimizer = shoal.as_distributed(net, torch.optim.AdamW(net.parameters(), 1e-2), strategy=os.environ["STRATEGY"], consistency_check_every=0)
+model, optimizer = shoal.as_distributed(
+    net, torch.optim.AdamW(net.parameters(), 1e-2), strategy=os.environ["STRATEGY"], consistency_check_every=0
+)
 x = torch.randn(40, 10, generator=torch.Generator().manual_seed(1))
 dataset = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
 loader = torch.utils.data.DataLoader(dataset, batch_size=4)

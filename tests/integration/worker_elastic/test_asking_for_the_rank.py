@@ -37,7 +37,9 @@ def first_of(directory: Path, job: str, run: str, end: str = "") -> str:
     script = directory / "script.py"
     script.write_text(program)
     environment = {**os.environ, "SHOAL_JOB_ID": job, "SHOAL_RUN": run}
-    return subprocess.run([sys.executable, script], env=environment, cwd=directory, capture_output=True, text=True, timeout=100).stdout.strip()
+    return subprocess.run(
+        [sys.executable, script], env=environment, cwd=directory, capture_output=True, text=True, timeout=100, check=False
+    ).stdout.strip()
 
 
 def test_main_first_is_true_for_one_process_of_each_run_also_for_one_that_comes_after_the_others_have_died(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A script with two training loaders, one of whose loops is left early, and with all that scripts do around their loops: a look at a batch,
-a forward pass ahead of the loop, an evaluation in between, a scheduler for each epoch. Says what it ends with as one JSON line in OUTPUT."""
+a forward pass ahead of the loop, an evaluation in between, a scheduler for each epoch. Says what it ends with as one JSON line in
+OUTPUT."""
 
 import hashlib
 import json

@@ -25,7 +25,7 @@ class Noisy(torch.utils.data.Dataset[torch.Tensor]):
 
 def noisy(model: nn.Module, batch: Any) -> dict[str, float]:
     (rows,) = batch if isinstance(batch, list) else (batch,)
-    noise = torch.randn_like(rows) + random.random() + np.random.rand()  # noqa: NPY002 - what scripts do
+    noise = torch.randn_like(rows) + random.random() + np.random.rand()
     return {"sum": model(rows + noise).square().sum().item()}
 
 
@@ -33,7 +33,7 @@ def evaluations(kind: str) -> tuple[list[float], float]:
     """The results of two evaluations in a row, and a number that the script draws afterwards."""
     torch.manual_seed(0)
     random.seed(0)
-    np.random.seed(0)  # noqa: NPY002
+    np.random.seed(0)
     net = nn.Linear(4, 1)
     model, _ = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.01))
     batches: Any = {

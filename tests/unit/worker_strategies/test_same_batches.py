@@ -58,7 +58,9 @@ def train(
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "fsdp", "local_sgd"])
 def test_ranks_that_train_on_the_same_batches_of_a_dataloader_are_stopped_with_the_remedy(strategy: str) -> None:
-    with pytest.raises(PreconditionError, match=r"all 2 ranks trained on the same batches.*ElasticDataLoader.*DistributedSampler") as raised:
+    with pytest.raises(
+        PreconditionError, match=r"all 2 ranks trained on the same batches.*ElasticDataLoader.*DistributedSampler"
+    ) as raised:
         shoal.launch(lambda: train(usual, strategy, **({"sync_every": 2} if strategy == "local_sgd" else {})), world_size=2)
     assert raised.value.reason == "SAME_BATCHES"
 

@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping
@@ -24,7 +25,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import safetensors
-import stat
 import safetensors.torch
 import torch
 import xxhash

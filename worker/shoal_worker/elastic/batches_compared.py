@@ -1,7 +1,7 @@
 """Ranks whose script has no loader of Shoal's compare what they train on in their first steps.
 
-A plain DataLoader is dealt by nobody: with `torch.manual_seed` at the top and `shuffle=True`, every rank trains on the same batches, and more
-ranks only repeat the work. Shoal cannot see how a script draws its batches, so it compares digests of the models' inputs. Ranks of one
+A plain DataLoader is dealt by nobody: with `torch.manual_seed` at the top and `shuffle=True`, every rank trains on the same batches, and
+more ranks only repeat the work. Shoal cannot see how a script draws its batches, so it compares digests of the models' inputs. Ranks of one
 replica (`tensor`, `pipeline`) have the same batch by design and count as one. Batches that do not change from step to step may be meant:
 the script trains on all of its data in each step.
 
@@ -80,8 +80,8 @@ class BatchComparison:
         if self.due or not self._alike or len(self._batches) < CHECKED or len(set(self._batches)) == 1:
             return
         what = (
-            f"all {len(replicas)} ranks trained on the same batches in each of the {CHECKED} first steps: nobody deals a plain DataLoader, so "
-            "each rank goes through all of the data, and more ranks only repeat the work"
+            f"all {len(replicas)} ranks trained on the same batches in each of the {CHECKED} first steps: nobody deals a plain "
+            "DataLoader, so each rank goes through all of the data, and more ranks only repeat the work"
         )
         remedy = (
             "Use shoal.ElasticDataLoader(dataset, global_batch_size=...) in place of torch's DataLoader, or give this one a "

@@ -93,6 +93,13 @@ bench: .venv/installed $(if $(filter cpu,$(DEVICE)),.venv-peers/installed) ## Me
 bench-gpu: .venv/installed ## Measure one CUDA device: steps, what the host tells it in them, copies, groups over NCCL; skipped where there is none
 	$(BIN)/python -m benchmarks.gpu
 
+KIT_PYTHON ?= 3.12
+PIP_LIST ?=
+
+.PHONY: gpu-kit
+gpu-kit: .venv/installed ## Fetch into .gpu-kit what a GPU machine without network lacks (KIT_PYTHON=3.12, PIP_LIST=its pip list); there: python3 -m gpu_kit run
+	$(BIN)/python -m gpu_kit pack --python $(KIT_PYTHON) $(if $(PIP_LIST),--pip-list $(PIP_LIST))
+
 # ----------------------------------------------------------------------------------------------------------------------------- to hand on
 
 .PHONY: dist
@@ -213,5 +220,5 @@ secrets: ## Make the tokens and passwords that compose.yaml mounts (docker/secre
 
 .PHONY: clean
 clean: ## Remove the environments, caches and outputs
-	rm -rf .venv .venv-docs .venv-peers .venv-torch-* out dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-docs .venv-peers .venv-torch-* .gpu-kit out dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,110 @@
+"""Makes an environment on the machine without network: its own packages, the kit's wheels, Shoal's
+sources.
+
+Sources win over wheels, and wheels over the machine's own packages. Shoal is not built there: the
+names, versions and entry points that an installation leaves beside the code are written from the
+sources' pyproject.toml. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+import venv
+from pathlib import Path
+from typing import Any, Final
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+DISTRIBUTIONS: Final = ("protos", "common", "coordinator", "ps_server", "worker", "sdk")
+KIT: Final = ".gpu-kit"
+MANIFEST: Final = "kit.json"
+WHEELS: Final = "wheels"
+PLACE: Final = Path(tempfile.gettempdir()) / "shoal-gpu-kit"
+"""Where the environment is made: outside of the working tree, which may travel again."""
+_CHECK: Final = "import torch, shoal; print('torch', torch.__version__, 'CUDA', torch.cuda.is_available(), 'shoal', shoal.__version__)"
+
+
+class SetupError(Exception):
+    """The environment cannot be made; the message says what to do."""
+
+
+def python_of(place: Path = PLACE) -> Path:
+    """Returns the interpreter of the environment in `place`."""
+    return place / "venv" / "bin" / "python"
+
+
+def prepare(place: Path = PLACE, *, root: Path = ROOT) -> None:
+    """Makes the environment anew and checks that it imports torch and Shoal.
+
+    Raises:
+        SetupError: there is no kit, or it is for another Python.
+        subprocess.CalledProcessError: pip or the check has failed; their output says why.
+    """
+    wheels = _wheels(root)
+    shutil.rmtree(place, ignore_errors=True)
+    site = place / "site"
+    site.mkdir(parents=True)
+    if wheels:
+        words = [
+            "--quiet",
+            "--no-index",
+            "--no-deps",
+            "--no-compile",
+            "--no-cache-dir",
+            "--target",
+            str(site),
+        ]
+        subprocess.run(
+            [sys.executable, "-m", "pip", "install", *words, *map(str, wheels)], check=True
+        )
+    for distribution in DISTRIBUTIONS:
+        _write_metadata(
+            site, tomllib.loads((root / distribution / "pyproject.toml").read_text())["project"]
+        )
+    venv.create(place / "venv", with_pip=False, symlinks=True)
+    minor = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    machines_own = [each for each in sys.path if each.endswith(("site-packages", "dist-packages"))]
+    lines = [*(str(root / each) for each in DISTRIBUTIONS), str(site)]
+    lines.append(f"import site; [site.addsitedir(each) for each in {machines_own!r}]")
+    (place / "venv" / "lib" / minor / "site-packages" / "shoal_gpu_kit.pth").write_text(
+        "\n".join(lines) + "\n"
+    )
+    subprocess.run([str(python_of(place)), "-c", _CHECK], check=True)
+
+
+def _wheels(root: Path) -> list[Path]:
+    manifest = root / KIT / MANIFEST
+    if not manifest.exists():
+        raise SetupError(
+            f"{manifest} is missing: run `make gpu-kit` where there is a package index, and copy {KIT} here"
+        )
+    kit = json.loads(manifest.read_text())
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if kit["python"] != here:
+        raise SetupError(
+            f"{KIT} is for Python {kit['python']}, and this is {here}: run `make gpu-kit KIT_PYTHON={here}`"
+        )
+    return [root / KIT / WHEELS / name for name in kit["wheels"]]
+
+
+def _write_metadata(site: Path, project: dict[str, Any]) -> None:
+    """Writes what importlib.metadata reads of an installed distribution."""
+    folder = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
+    (folder / "INSTALLER").write_text("gpu_kit\n")
+    groups = {"console_scripts": project.get("scripts", {}), **project.get("entry-points", {})}
+    lines = []
+    for group, points in groups.items():
+        lines += (
+            [f"[{group}]", *(f"{name} = {value}" for name, value in points.items()), ""]
+            if points
+            else []
+        )
+    (folder / "entry_points.txt").write_text("\n".join(lines))

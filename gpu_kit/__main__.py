@@ -44,7 +44,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     pack.add_argument(
         "--pip-list",
         type=Path,
-        help="output of `pip list` there; default: torch 2.11.0+cu130, numpy and safetensors, nothing else",
+        help="output of `pip list` there; default: torch 2.11.0+cu130, numpy, safetensors",
     )
     commands.add_parser(
         "setup", help="make the environment on the machine; the first stage of run does"
@@ -66,7 +66,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     run.add_argument(
         "--rehearse",
         action="store_true",
-        help="run every stage on the host with this Python: tiny sizes, tests collected but not run",
+        help="try the stages on the host: tiny sizes, tests collected but not run",
     )
     options = parser.parse_args(arguments)
     if options.command == "run":

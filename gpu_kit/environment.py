@@ -25,7 +25,10 @@ MANIFEST: Final = "kit.json"
 WHEELS: Final = "wheels"
 PLACE: Final = Path(tempfile.gettempdir()) / "shoal-gpu-kit"
 """Where the environment is made: outside of the working tree, which may travel again."""
-_CHECK: Final = "import torch, shoal; print('torch', torch.__version__, 'CUDA', torch.cuda.is_available(), 'shoal', shoal.__version__)"
+_CHECK: Final = (
+    "import torch, shoal; print('torch', torch.__version__, "
+    "'CUDA', torch.cuda.is_available(), 'shoal', shoal.__version__)"
+)
 
 
 class SetupError(Exception):
@@ -80,13 +83,15 @@ def _wheels(root: Path) -> list[Path]:
     manifest = root / KIT / MANIFEST
     if not manifest.exists():
         raise SetupError(
-            f"{manifest} is missing: run `make gpu-kit` where there is a package index, and copy {KIT} here"
+            f"{manifest} is missing: run `make gpu-kit` where there is a package index, "
+            f"and copy {KIT} here"
         )
     kit = json.loads(manifest.read_text())
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     if kit["python"] != here:
         raise SetupError(
-            f"{KIT} is for Python {kit['python']}, and this is {here}: run `make gpu-kit KIT_PYTHON={here}`"
+            f"{KIT} is for Python {kit['python']}, and this is {here}: "
+            f"run `make gpu-kit KIT_PYTHON={here}`"
         )
     return [root / KIT / WHEELS / name for name in kit["wheels"]]
 

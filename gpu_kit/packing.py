@@ -51,9 +51,13 @@ def pack(machine: Machine, *, root: Path = ROOT) -> str:
     travelling = _size_of_tree(root)
     if travelling > MOST_BYTES:
         raise PlanningError(
-            f"{travelling >> 20} MiB would travel; expected at most {MOST_BYTES >> 20}: remove large untracked files"
+            f"{travelling >> 20} MiB would travel; expected at most {MOST_BYTES >> 20}: "
+            "remove large untracked files"
         )
-    return f"{len(wheels)} wheels for Python {machine.minor} in {KIT}; {travelling / 2**20:.1f} of {MOST_BYTES >> 20} MiB travel"
+    return (
+        f"{len(wheels)} wheels for Python {machine.minor} in {KIT}; "
+        f"{travelling / 2**20:.1f} of {MOST_BYTES >> 20} MiB travel"
+    )
 
 
 def required(root: Path) -> list[Requirement]:
@@ -84,7 +88,8 @@ def _installed_requirements(name: str) -> Iterable[str]:
         return metadata.requires(name) or ()
     except metadata.PackageNotFoundError:
         raise PlanningError(
-            f"{name} is not installed here, so its requirements are unknown: run make gpu-kit, or install it"
+            f"{name} is not installed here, so its requirements are unknown: "
+            "run `make gpu-kit`, or install it"
         ) from None
 
 

@@ -51,9 +51,7 @@ def _answered(name: str, ask: Callable[[], Any]) -> bool:
     try:
         answer = ask()
     except Exception as error:  # each question by itself
-        print(
-            f"MISSING {name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        )
+        print(f"MISSING {name}: {type(error).__name__}: {error}")
         return False
     print(f"found   {name}: {answer}")
     return True

@@ -81,7 +81,7 @@ class Runner:
         self.outcomes: list[Outcome] = []
 
     def run(self, stages: Iterable[Stage]) -> bool:
-        """Runs the stages in order, as far as time allows; whether all of them ran and ended well."""
+        """Runs the stages in order; returns whether all of them ran and ended with 0."""
         complete = True
         for stage in stages:
             reason = self._left_out(stage)
@@ -150,7 +150,7 @@ class Runner:
 
 
 def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
-    """Returns the exit status, or None after the process group was killed for exceeding the limit."""
+    """Returns the exit status, or None if the process group was killed at the limit."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(limit_s)
     for number, grace_s in ((signal.SIGINT, _REPORT_GRACE_S), (signal.SIGKILL, None)):

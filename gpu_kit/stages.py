@@ -32,7 +32,7 @@ def chosen_stages(
         names: members of `STAGE_NAMES`.
         python: interpreter of the environment that the stage `setup` makes.
         output: folder of the results.
-        rehearsal: take tiny sizes on the host, collect tests without running them, and make no environment.
+        rehearsal: take tiny sizes on the host, collect tests without running them.
     """
     stages = _all_stages(python, output, rehearsal=rehearsal)
     return [

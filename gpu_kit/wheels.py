@@ -85,7 +85,8 @@ def parse_pip_list(text: str) -> dict[str, str]:
             continue
         if len(words) < 2 or not re.match(r"\d", words[1]):
             raise PlanningError(
-                f"pip list: {line!r} is not a package and its version; expected the output of `python -m pip list`"
+                f"pip list: {line!r} is not a package and its version; "
+                "expected the output of `python -m pip list`"
             )
         found[canonicalize_name(words[0])] = words[1]
     return found
@@ -132,7 +133,8 @@ def lacking(
         if name == TORCH:
             there = machine.installed.get(TORCH, "none")
             raise PlanningError(
-                f"torch on the machine: {there}; expected torch{wanted[name]}, which is too large to travel: choose a machine that has it"
+                f"torch on the machine: {there}; expected torch{wanted[name]}, "
+                "which is too large to travel: choose a machine that has it"
             )
         if name not in pins:
             raise PlanningError(

@@ -17,11 +17,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.devices import CPU, KINDS, Devices, devices_of
+from benchmarks.devices import CPU, KINDS, SHARED, Devices, devices_of
 from benchmarks.errors import MeasurementError
 from benchmarks.pages import write_pages
 from benchmarks.registry import BENCHMARKS, Benchmark, Options
 from benchmarks.report import Machine, show, write
+from benchmarks.workers.shared_gpu import first_visible
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if not devices.for_cuda:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # workers compute on the host also where there are devices
+    elif devices.kind == SHARED:
+        os.environ["CUDA_VISIBLE_DEVICES"] = first_visible()
     # Ended as by Ctrl-C: the processes that were started are ended too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     options.output.mkdir(parents=True, exist_ok=True)
@@ -74,7 +77,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="name the tables and end")
     parser.add_argument("--quick", action="store_true", help="few repetitions, rough figures")
     parser.add_argument(
-        "--device", choices=KINDS, default=CPU, help="what workers compute on; cuda-rehearsal tries the tables of cuda here"
+        "--device",
+        choices=KINDS,
+        default=CPU,
+        help="for workers; cuda-shared: all on one GPU; cuda-rehearsal: as cuda, on the host",
     )
     parser.add_argument("--output", type=Path, help="where JSON, Markdown and plots go: out/bench, or out/bench-cuda for devices")
     parser.add_argument(

@@ -1,4 +1,5 @@
-"""What workers of the tables compute on: the host's cores, or CUDA devices, one for each worker (`python -m benchmarks --device cuda`).
+"""What workers of the tables compute on: the host's cores, CUDA devices, one for each worker (`python -m benchmarks --device cuda`), or
+one CUDA device for all of them (`--device cuda-shared`), whose rates say nothing about GPUs.
 
 A rehearsal takes what is measured on devices, its systems and its floors, and runs it on the host at the host's sizes: whether it works can
 be seen where there is no GPU. Its figures say nothing. Nothing is measured here.
@@ -16,11 +17,12 @@ from typing import Final, TypeVar
 
 from benchmarks.errors import MeasurementError
 from benchmarks.report import Row
+from benchmarks.workers.workload import SHARED
 
 CPU: Final = "cpu"
 CUDA: Final = "cuda"
 REHEARSAL: Final = "cuda-rehearsal"
-KINDS: Final = (CPU, CUDA, REHEARSAL)
+KINDS: Final = (CPU, CUDA, SHARED, REHEARSAL)
 _ASK: Final = (
     "import json, torch; n = torch.cuda.device_count(); "
     "print(json.dumps([torch.cuda.get_device_name(i) for i in range(n)] if torch.cuda.is_available() else []))"
@@ -28,6 +30,8 @@ _ASK: Final = (
 _ASK_TIMEOUT_S: Final = 120
 _REHEARSED: Final = 4
 """Devices that a rehearsal takes itself to have."""
+_SHARING: Final = 8
+"""Workers that may share a device: as many as the largest row has."""
 _ROUNDS: Final = 2
 
 T = TypeVar("T")
@@ -50,10 +54,10 @@ class Devices:
     @property
     def flag(self) -> str:
         """What workers are told to compute on."""
-        return CUDA if self.kind == CUDA else CPU
+        return self.kind if self.kind in (CUDA, SHARED) else CPU
 
     def size(self, host: T, device: T) -> T:
-        """Chooses between a size for the host and one for a GPU."""
+        """Chooses between a size for the host and one for GPUs that are not connected by the loopback interface."""
         return device if self.kind == CUDA else host
 
     def rounds(self, wanted: int) -> int:
@@ -96,4 +100,7 @@ def devices_of(kind: str) -> Devices:
     answer = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=_ASK_TIMEOUT_S, check=False)
     if answer.returncode:
         raise MeasurementError(f"torch cannot name the CUDA devices: {answer.stderr.strip().splitlines()[-1]}")
-    return Devices(kind=kind, names=tuple(json.loads(answer.stdout)))
+    names = tuple(json.loads(answer.stdout))
+    if kind == SHARED:
+        names = (f"one {names[0]} that the workers share",) * _SHARING if names else ()
+    return Devices(kind=kind, names=names)

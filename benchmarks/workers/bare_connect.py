@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.workers.placing import joining, place, settling
-from benchmarks.workers.workload import Workload
+from benchmarks.workers.workload import DEVICES, Workload
 
 
 def main() -> None:
     """Connects and leaves, so many times and once before."""
     flags = argparse.ArgumentParser()
-    flags.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    flags.add_argument("--device", choices=DEVICES, required=True)
     flags.add_argument("--times", type=int, required=True)
     flags.add_argument("--output", type=Path, required=True)
     options = flags.parse_args()

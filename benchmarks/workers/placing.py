@@ -7,16 +7,29 @@ from typing import Any
 
 import torch
 
-from benchmarks.workers.workload import Workload
+from benchmarks.workers.shared_gpu import pass_for_a_machine
+from benchmarks.workers.workload import SHARED, Workload
 
 
 def place(workload: Workload, number: int) -> torch.device:
     """The device of this machine's worker `number`, which torch's calls take from here on."""
     if workload.device == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", number)
+    if workload.device == SHARED:
+        pass_for_a_machine()
+    device = torch.device("cuda", 0 if workload.device == SHARED else number)
     torch.cuda.set_device(device)
     return device
+
+
+def join(workload: Workload) -> torch.device:
+    """Joins Shoal's job and returns the device of this worker."""
+    import shoal  # workers of other systems do without
+
+    if workload.device == SHARED:
+        pass_for_a_machine()
+    shoal.init()
+    return torch.device("cpu") if workload.device == "cpu" else shoal.device()
 
 
 def backend_of(device: torch.device) -> str:

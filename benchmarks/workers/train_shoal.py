@@ -8,7 +8,7 @@ import logging
 import shoal
 
 from benchmarks.workers import training
-from benchmarks.workers.placing import loading, place, settling
+from benchmarks.workers.placing import join, loading, settling
 from benchmarks.workers.steplog import StepLog
 from benchmarks.workers.workload import parser, workload_of
 
@@ -28,8 +28,7 @@ def main() -> None:
     if options.logs:
         logging.basicConfig(level=logging.INFO)
     workload = workload_of(options)
-    shoal.init()
-    device = shoal.device() if workload.device == "cuda" else place(workload, 0)
+    device = join(workload)
     net = training.network(workload).to(device)
     every = options.consistency_check_every
     settings = {} if every is None else {"consistency_check_every": every}

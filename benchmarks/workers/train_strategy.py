@@ -10,7 +10,7 @@ import shoal
 import torch
 
 from benchmarks.workers import blocks
-from benchmarks.workers.placing import loading, place, settling
+from benchmarks.workers.placing import join, loading, settling
 from benchmarks.workers.steplog import StepLog
 from benchmarks.workers.workload import parser, workload_of
 
@@ -39,8 +39,7 @@ def main() -> None:
     flags.add_argument("--replicas", type=int, default=0, help="that share the global batch; 0: every rank is one")
     options = flags.parse_args()
     workload = workload_of(options)
-    shoal.init()
-    device = shoal.device() if workload.device == "cuda" else place(workload, 0)
+    device = join(workload)
     net = blocks.network(workload).to(device)
     model, optimizer = shoal.as_distributed(net, blocks.optimizer_of(net), strategy=options.strategy, **options.options)
     global_batch = workload.batch * (options.replicas or workload.ranks)

@@ -5,6 +5,11 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
+
+SHARED: Final = "cuda-shared"
+DEVICES: Final = ("cpu", "cuda", SHARED)
+"""What `Workload.device` may be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +27,7 @@ class Workload:
     steps: int = 0
     """Leave after so many; 0: when told to."""
     device: str = "cpu"
-    """What workers compute on: "cpu", or "cuda", each worker on a device of its own."""
+    """What workers compute on: "cpu"; "cuda", each worker on a device of its own; "cuda-shared", all on one."""
     gate: Path | None = None
     """Socket of the harness that says when to run how many steps; None: run on."""
 
@@ -49,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser()
     flags.add_argument("--step-logs", dest="log", type=Path, required=True)
     flags.add_argument("--gate", type=Path)
-    flags.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    flags.add_argument("--device", choices=DEVICES, default="cpu")
     for name in ("ranks", "width", "batch", "steps"):
         flags.add_argument(f"--{name}", type=int, required=True)
     return flags

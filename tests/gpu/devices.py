@@ -14,6 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.workers.shared_gpu import SWITCH, first_visible
+
+SHARED = os.environ.get(SWITCH) == "1"
+"""Whether NCCL ranks may share the first GPU: GPU_SHARED=1 make test-gpu."""
 COUNT = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -24,6 +28,11 @@ def needs(devices: int, *, nccl: bool = False) -> list[pytest.MarkDecorator]:
         missing = "this torch is built without NCCL"
     absent = devices > COUNT or (nccl and not dist.is_nccl_available())
     return [pytest.mark.gpu, pytest.mark.skipif(absent, reason=missing)]
+
+
+def needs_sharing() -> list[pytest.MarkDecorator]:
+    """Returns the marks of tests in which several NCCL ranks share one device, which GPU_SHARED=1 asks for."""
+    return [*needs(1, nccl=True), pytest.mark.skipif(not SHARED, reason=f"NCCL ranks share a GPU only with {SWITCH}=1")]
 
 
 rehearsal = pytest.mark.skipif(COUNT > 0, reason="a rehearsal on the host, and shoal.device() is a CUDA device here")
@@ -46,7 +55,7 @@ def on_host_and_device(cases: Sequence[tuple[Any, ...]], *, quick: Sequence[tupl
 
 def sharing(kind: str) -> dict[str, str]:
     """What workers have in their environment that are to share one device: the first that this process may have."""
-    return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]} if kind == "cuda" else {}
+    return {"CUDA_VISIBLE_DEVICES": first_visible()} if kind == "cuda" else {}
 
 
 def lease_ms(kind: str) -> int:

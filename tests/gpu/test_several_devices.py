@@ -1,5 +1,6 @@
-"""Workers over NCCL, each on a device of its own: one dies or stands still in the middle of an all-reduce, one joins, and large activations
-go through a pipeline. What they end with is to the bit what they end with undisturbed.
+"""Workers over NCCL, each on a device of its own, or all on one (GPU_SHARED=1): one dies or stalls in the
+middle of an all-reduce, one joins, and large activations go through a pipeline. What they end with is to
+the bit what they end with undisturbed.
 
 The rehearsal is the same programs on the host, over Gloo, with small layers.
 """
@@ -15,8 +16,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.workers.shared_gpu import SWITCH
 from tests.gpu import training
-from tests.gpu.devices import is_there, lease_ms, needs, rehearsal
+from tests.gpu.devices import is_there, lease_ms, needs, needs_sharing, rehearsal, sharing
 from tests.gpu.fresh import Fresh
 from tests.integration.worker_elastic.cluster import cluster
 from tests.zygote.children import Zygote, eventually
@@ -33,7 +35,9 @@ class Place:
     workers: int
     backend: str
     width: int
-    """The width of the layers. On devices it is 1024, so that 100 MB are summed in a step."""
+    """The width of the layers. On devices it is 1024, so that 100 MB are summed in a step; 256 over loopback."""
+    shared: bool = False
+    """Whether all workers are on one device."""
 
     def settings(self, strategy: str, options: str = "{}") -> dict[str, str]:
         return {
@@ -42,7 +46,14 @@ class Place:
             "BACKEND": self.backend,
             "WIDTH": str(self.width),
             "SHOAL_CONNECT_TIMEOUT_S": "120",
+            SWITCH: str(int(self.shared)),
+            **(sharing(self.kind) if self.shared else {}),
         }
+
+    @property
+    def devices(self) -> int:
+        """How many different devices the workers are on."""
+        return self.workers if self.kind == "cuda" and not self.shared else 1
 
 
 def _on_devices(count: int) -> Any:
@@ -55,6 +66,7 @@ def _on_devices(count: int) -> Any:
         pytest.param(Place("cpu", 3, "gloo", 64), id="cpu-3", marks=[rehearsal, pytest.mark.matrix]),
         _on_devices(2),
         _on_devices(8),
+        pytest.param(Place("cuda", 3, "nccl", 256, shared=True), id="cuda-shared-3", marks=needs_sharing()),
     ],
 )
 def place(request: pytest.FixtureRequest) -> Place:
@@ -76,7 +88,7 @@ def undisturbed(starter: Starter, place: Place, tmp_path_factory: pytest.TempPat
             for index in range(place.workers):
                 running.start(index)
             results = running.finish(*range(place.workers))
-        assert len({result["device"] for result in results}) == (place.workers if place.kind == "cuda" else 1)
+        assert len({result["device"] for result in results}) == place.devices
         (found,) = {result["digest"] for result in results}
         return str(found)
 

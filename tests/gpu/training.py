@@ -5,6 +5,7 @@ As a script it is a worker of a job: STRATEGY with OPTIONS (JSON) over BACKEND, 
 it says what it ends with as one JSON line in OUTPUT.
 DETERMINISTIC=1 takes micro-batches in float32, whose sums do not depend on how many ranks there are; else it is float64, in which the order
 of sums is seen in the last digits alone. WIDTH is that of the layers, and TOKENS how many rows each sample has.
+GPU_SHARED=1 lets it share a GPU with other ranks over NCCL.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from benchmarks.workers.shared_gpu import SWITCH, pass_for_a_machine
 from tests.integration.worker_elastic.pacing import pace
 
 SAMPLES: Final = 96
@@ -154,6 +156,8 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     torch.set_num_threads(1)
     output, options = Path(os.environ["OUTPUT"]), json.loads(os.environ.get("OPTIONS", "{}"))
+    if os.environ.get(SWITCH) == "1":
+        pass_for_a_machine()
     shoal.init()
     if os.environ.get("DETERMINISTIC") == "1":
         options["deterministic"] = True

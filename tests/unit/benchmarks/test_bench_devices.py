@@ -13,7 +13,7 @@ import torch
 from shoal_worker.backends.gloo.sockets import GRACE_S
 
 from benchmarks import kill_recovery, step_time
-from benchmarks.devices import CUDA, HOST, Devices
+from benchmarks.devices import CUDA, HOST, SHARED, Devices
 from benchmarks.gates import Gate
 from benchmarks.processes import Stage
 from benchmarks.report import Row
@@ -78,6 +78,39 @@ def test_on_devices_shoal_and_torchs_own_take_part(tmp_path: Path) -> None:
     ]
     assert {candidate.of_floor for candidate in kill_recovery.CUDA_CANDIDATES} == {kill_recovery.CUDA_OF_FLOOR, None}
     assert kill_recovery.NOTICED_S == GRACE_S
+
+
+def test_workers_that_share_a_gpu_are_told_so_and_have_sizes_for_the_loopback_interface() -> None:
+    devices = Devices(kind=SHARED, names=("one NVIDIA H100 that the workers share",) * 8)
+    assert devices.for_cuda
+    assert devices.flag == "cuda-shared"
+    assert devices.size(host=400, device=4096) == 400
+    assert devices.lacking("it", 8) is None
+    words = Workload(log=Path("logs"), ranks=2, width=4, batch=8, device=devices.flag).arguments()
+    assert workload_of(parser().parse_args(words)).device == "cuda-shared"
+
+
+def test_processes_that_share_a_gpu_are_machines_of_their_own_to_nccl_and_devices_of_their_own_to_shoal() -> None:
+    """As far as a host without a GPU can tell: by what NCCL is told, and by what Shoal compares."""
+    program = (
+        "import os, types; from unittest import mock; from benchmarks.workers.shared_gpu import pass_for_a_machine\n"
+        "pass_for_a_machine()\n"
+        "from shoal_worker.backends.nccl.device import CudaDevice\n"
+        "with mock.patch('torch.cuda.get_device_properties', return_value=types.SimpleNamespace(uuid='GPU-1')):\n"
+        "    identity = CudaDevice.identity(types.SimpleNamespace(device=0))\n"
+        "print(os.environ['NCCL_HOSTID'], os.environ['NCCL_SOCKET_IFNAME'], identity, sep=chr(10))"
+    )
+
+    def told() -> list[str]:
+        command = [sys.executable, "-c", program]
+        answer = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=True)
+        return answer.stdout.splitlines()
+
+    (first_host, interface, first), (second_host, _, second) = told(), told()
+    assert interface == "lo"
+    assert first_host != second_host
+    assert first != second
+    assert first.startswith("GPU-1 of ")
 
 
 def test_where_single_commits_are_noted_the_device_has_done_what_came_before(tmp_path: Path) -> None:

@@ -66,6 +66,11 @@ class Recovery:
         return len(self._first) >= self._needed
 
     @property
+    def last_to_recover(self) -> tuple[int, int]:
+        """Pid of the worker whose next step ends the recovery, and when it committed that (CLOCK_MONOTONIC, ns)."""
+        return sorted(self._first.items(), key=lambda item: item[1])[self._needed - 1]
+
+    @property
     def pause_s(self) -> float:
         """From the kill until the last of the workers committed its next step."""
-        return (sorted(self._first.values())[self._needed - 1] - self._killed_ns) / 1e9
+        return (self.last_to_recover[1] - self._killed_ns) / 1e9

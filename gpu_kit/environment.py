@@ -76,6 +76,7 @@ def prepare(place: Path = PLACE, *, root: Path = ROOT) -> None:
     (place / "venv" / "lib" / minor / "site-packages" / "shoal_gpu_kit.pth").write_text(
         "\n".join(lines) + "\n"
     )
+    _write_programs(place, root)
     subprocess.run([str(python_of(place)), "-c", _CHECK], check=True)
 
 
@@ -94,6 +95,18 @@ def _wheels(root: Path) -> list[Path]:
             f"run `make gpu-kit KIT_PYTHON={here}`"
         )
     return [root / KIT / WHEELS / name for name in kit["wheels"]]
+
+
+def _write_programs(place: Path, root: Path) -> None:
+    """Writes Shoal's commands beside the interpreter, where tests and benchmarks look for them."""
+    for distribution in DISTRIBUTIONS:
+        project = tomllib.loads((root / distribution / "pyproject.toml").read_text())["project"]
+        for name, entry in project.get("scripts", {}).items():
+            module, _, function = entry.partition(":")
+            program = python_of(place).with_name(name)
+            call = f"import sys; from {module} import {function}; sys.exit({function}())"
+            program.write_text(f"#!{python_of(place)}\n{call}\n")
+            program.chmod(0o755)
 
 
 def _write_metadata(site: Path, project: dict[str, Any]) -> None:

@@ -71,15 +71,17 @@ def _all_stages(python: Path, output: Path, *, rehearsal: bool) -> list[Stage]:
         ]
 
     def figures(*parts: str) -> list[str]:
-        how = ["--device", "cpu", "--quick"] if rehearsal else []
+        how = ["--device", "cpu", "--width", "32", "--steps", "2"] if rehearsal else []
         words = ["--rows", str(output / _ROWS), "--output", str(PLACE / "tables")]
         return [str(python), "-m", "benchmarks.gpu", *how, *words, *parts]
 
     own_plugins = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     shared = {**own_plugins, "GPU_SHARED": "1"}
     one_device = [
-        f"tests/gpu/test_{each}.py" for each in ("one_device", "state", "graphs_and_memory")
+        f"tests/gpu/test_{each}.py"
+        for each in ("one_device", "state", "graphs_and_memory", "failed_device")
     ]
+    ranks_share = ["tests/gpu/test_several_devices.py", *one_device[2:]]
     over_gloo = [
         f"tests/gpu/test_{each}_on_one_device.py" for each in ("faults", "strategies", "gloo")
     ]
@@ -109,7 +111,7 @@ def _all_stages(python: Path, output: Path, *, rehearsal: bool) -> list[Stage]:
             name="shared",
             file="nccl.txt",
             limit_s=170,
-            command=tests("tests/gpu/test_several_devices.py", "tests/gpu/test_failed_device.py"),
+            command=tests("-k", "shared", *ranks_share),
             environment=shared,
             needs="pair",
         ),

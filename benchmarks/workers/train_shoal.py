@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import logging
+from pathlib import Path
 
 import shoal
 
-from benchmarks.workers import training
+from benchmarks.workers import phases, training
 from benchmarks.workers.placing import join, loading, settling
 from benchmarks.workers.steplog import StepLog
 from benchmarks.workers.workload import parser, workload_of
@@ -18,6 +19,7 @@ def flags() -> argparse.ArgumentParser:
     own = parser()
     own.add_argument("--strategy", default="ddp")
     own.add_argument("--consistency-check-every", type=int, help="steps; the default is Shoal's")
+    own.add_argument("--phases", type=Path, help="directory in which to note when groups end and connect")
     own.add_argument("--logs", action="store_true", help="print what Shoal logs")
     return own
 
@@ -28,6 +30,8 @@ def main() -> None:
     if options.logs:
         logging.basicConfig(level=logging.INFO)
     workload = workload_of(options)
+    if options.phases is not None:
+        phases.note_into(options.phases)
     device = join(workload)
     net = training.network(workload).to(device)
     every = options.consistency_check_every

@@ -38,6 +38,16 @@ def needs_sharing() -> list[pytest.MarkDecorator]:
 rehearsal = pytest.mark.skipif(COUNT > 0, reason="a rehearsal on the host, and shoal.device() is a CUDA device here")
 
 
+def places(*, quick: bool) -> list[Any]:
+    """Returns the cases of a test with a few workers, as kind and backend: on the host, and with all workers on one device, over Gloo and
+    over NCCL. `quick`: the one on the host is in every run of the tests; else in `make parity`."""
+    return [
+        pytest.param("cpu", "gloo", id="cpu", marks=[rehearsal, *([] if quick else [pytest.mark.matrix])]),
+        pytest.param("cuda", "gloo", id="cuda", marks=needs(1)),
+        pytest.param("cuda", "nccl", id="cuda-shared", marks=needs_sharing()),
+    ]
+
+
 def on_host_and_device(cases: Sequence[tuple[Any, ...]], *, quick: Sequence[tuple[Any, ...]]) -> list[Any]:
     """The cases twice, with "cpu" or "cuda" before each. On the host the `quick` ones are in every run of the tests, the others in
     `make parity`."""

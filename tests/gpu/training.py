@@ -5,7 +5,8 @@ As a script it is a worker of a job: STRATEGY with OPTIONS (JSON) over BACKEND, 
 it says what it ends with as one JSON line in OUTPUT.
 DETERMINISTIC=1 takes micro-batches in float32, whose sums do not depend on how many ranks there are; else it is float64, in which the order
 of sums is seen in the last digits alone. WIDTH is that of the layers, and TOKENS how many rows each sample has.
-GPU_SHARED=1 lets it share a GPU with other ranks over NCCL.
+GPU_SHARED=1 lets it share a GPU with other ranks over NCCL. GRAPHED is how many rows a rank has in a step: one block is then a CUDA graph,
+on devices. FAULT is a fault of the device that comes once for all workers (`device_faults`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from benchmarks.workers.shared_gpu import SWITCH, pass_for_a_machine
+from tests.gpu import device_faults
 from tests.integration.worker_elastic.pacing import pace
 
 SAMPLES: Final = 96
@@ -82,15 +84,23 @@ def train(
     tokens: int | None = None,
     compiled: str | None = None,
     workers: int = 0,
+    graphed: int = 0,
+    fault: tuple[str, Path] | None = None,
 ) -> dict[str, torch.Tensor]:
     """One rank's part; the parameters that it ends with, on the host. `hold`: see `pace`. `compiled`: torch.compile's backend for one
-    block. `workers`: data workers."""
+    block. `workers`: data workers. `graphed`: rows of a rank in a step, for a CUDA graph of one block; 0: none.
+    `fault`: name and marker of a fault of the device."""
     device = shoal.device()
     in_parts = bool(options.get("deterministic"))
     dtype = torch.float32 if in_parts else torch.float64
     net = network(width, dtype).to(device)
     if compiled is not None:
         net[2].compile(backend=compiled)
+    if graphed and device.type == "cuda":
+        sample = torch.zeros(graphed, width, dtype=dtype, device=device, requires_grad=True)
+        net[2] = torch.cuda.make_graphed_callables(net[2], (sample,))
+    if fault is not None:
+        device_faults.arm(fault[0], net[3], fault[1])
     model, optimizer = shoal.as_distributed(
         net, optimizer_of(net), strategy=strategy, backend=backend, minimum_parameter_group_size=64, **options
     )
@@ -152,6 +162,11 @@ def digest(state: dict[str, torch.Tensor]) -> str:
     return hashlib.sha256(b"".join(value.contiguous().numpy().tobytes() for value in state.values())).hexdigest()
 
 
+def expandable_segments() -> bool:
+    """Whether torch's allocator has any on this process's device."""
+    return torch.cuda.is_available() and any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
+
+
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     torch.set_num_threads(1)
@@ -171,6 +186,8 @@ def main() -> None:
         tokens=int(os.environ["TOKENS"]) if "TOKENS" in os.environ else None,
         compiled=os.environ.get("COMPILED"),
         workers=int(os.environ.get("DATA_WORKERS", "0")),
+        graphed=int(os.environ.get("GRAPHED", "0")),
+        fault=(os.environ["FAULT"], output / "fault") if "FAULT" in os.environ else None,
     )
     result = {
         "device": str(shoal.device()),
@@ -179,6 +196,7 @@ def main() -> None:
         "digest": digest(state),
         "finite": all(bool(value.isfinite().all()) for value in state.values()),
         "checked": [float(value.double().abs().sum()) for value in state.values()],
+        "expandable": expandable_segments(),
         "parameters": torch.cat([value.flatten() for value in state.values()]).tolist() if width == WIDTH else [],
     }
     (output / f"{os.environ['SHOAL_MEMBER_ID']}.json").write_text(json.dumps(result))

@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import groups
-from benchmarks.gpu.__main__ import main
+from benchmarks.gpu import checkpoint, coordinator, groups, large, pair, recovery
+from benchmarks.gpu.__main__ import PARTS, main
+from benchmarks.gpu.context import Context
+from benchmarks.gpu.decoder import LARGE, Decoder
 from benchmarks.gpu.steps import Way, take
 from benchmarks.gpu.traces import count, counted
+from benchmarks.report import Row, Table
+from benchmarks.workers.phases import CONNECTED, CONNECTING, ENDED, RESTED, Moment, parts_of
 from tests.fake_device.library import FakeCuda
 from tests.fake_device.machine import Machine
 
@@ -92,7 +96,115 @@ def test_without_a_device_it_says_so_and_measures_nothing(tmp_path: Path, capsys
 
 @pytest.mark.slow
 def test_a_rehearsal_on_the_host_writes_the_table_of_steps(tmp_path: Path) -> None:
-    assert main(["--device", "cpu", "--width", "32", "--steps", "2", "--output", str(tmp_path)]) == 0
+    assert main(["steps", "--device", "cpu", "--width", "32", "--steps", "2", "--output", str(tmp_path)]) == 0
     table = json.loads((tmp_path / "gpu-steps.json").read_text())
     assert {row["name"].partition(":")[0] for row in table["rows"]} == {"torch", "ddp", "zero1", "zero2", "zero3"}
     assert not [row["failure"] for row in table["rows"] if row["failure"]]
+
+
+# --- rehearsals of the parts
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> Context:
+    return Context(device=torch.device("cpu"), what="the host", rows=tmp_path / "rows.jsonl")
+
+
+def failures(table: Table) -> list[str]:
+    return [f"{row.name}: {row.failure}" for row in table.rows if row.failure]
+
+
+def test_every_recipe_trains_the_same_model_on_the_same_samples(context: Context) -> None:
+    table = large.measure(context)
+    assert failures(table) == []
+    losses = {row.name: float(row.cells["loss"]) for row in table.rows}
+    assert len(losses) == len(large.RECIPES)
+    assert losses == {name: pytest.approx(losses["torch"], abs=0.02) for name in losses}  # to what bf16 has of digits
+
+
+def test_the_large_model_has_1_3_billion_parameters() -> None:
+    with torch.device("meta"):
+        assert sum(p.numel() for p in Decoder(LARGE).parameters()) == pytest.approx(1.34e9, rel=0.01)
+
+
+def test_a_row_is_in_the_file_of_rows_once_it_was_measured_and_a_failure_costs_the_others_nothing(context: Context) -> None:
+    def fail() -> Row:
+        raise RuntimeError("out of memory\nwith details")
+
+    row = context.measured("large", "first", fail)
+    assert row.failure == "RuntimeError: out of memory\nwith details"
+    context.measured("large", "second", lambda: Row(name="second", command="", cells={"ms": "1"}))
+    assert context.rows is not None
+    written = [json.loads(line) for line in context.rows.read_text().splitlines()]
+    assert [(each["part"], each["name"]) for each in written] == [("large", "first"), ("large", "second")]
+
+
+def test_a_pair_of_ranks_checks_every_collective_and_loses_its_peer(context: Context) -> None:
+    table = pair.measure(context)
+    assert failures(table) == []
+    names = [row.name for row in table.rows]
+    assert "non-blocking: all_to_all, equal parts" in names
+    assert names[-1] == "blocking: abort of an all-reduce whose peer is killed"
+    results = {row.name.partition(": ")[2]: row.cells["result"] for row in table.rows}
+    assert [results[name] for name in ("all_reduce", "reduce_scatter", "send and recv", "scatter")] == ["right"] * 4
+
+
+def test_a_checkpoint_of_the_model_is_saved_while_it_trains(context: Context) -> None:
+    table = checkpoint.measure(context)
+    assert failures(table) == []
+    assert float(table.rows[0].cells["written after s"]) > 0
+
+
+@pytest.mark.slow
+def test_steps_are_taken_without_and_with_a_coordinator(context: Context) -> None:
+    table = coordinator.measure(context)
+    assert failures(table) == []
+    assert [set(row.cells) for row in table.rows] == [{"step ms", "step alone ms", "host ms"}] * 2
+
+
+@pytest.mark.slow
+def test_the_parts_of_a_recovery_add_up_to_its_pause(context: Context) -> None:
+    table = recovery.measure(context)
+    assert failures(table) == []
+    for row in table.rows:
+        parts = [float(row.cells[f"{part} s"]) for part in ("notice", "abort", "agree", "connect", "redo")]
+        assert sum(parts) == pytest.approx(float(row.cells["pause s"]), abs=0.01)
+
+
+def test_the_parts_of_a_recovery_are_told_apart_by_the_moments_of_a_worker() -> None:
+    moments = [
+        Moment(time_ns=50, name=CONNECTED),  # the group that is lost
+        Moment(time_ns=300, name=ENDED),
+        Moment(time_ns=400, name=RESTED),
+        Moment(time_ns=900, name=CONNECTING),
+        Moment(time_ns=950, name=ENDED),  # an attempt that failed
+        Moment(time_ns=1000, name=CONNECTING),
+        Moment(time_ns=1500, name=CONNECTED),
+        Moment(time_ns=9000, name=ENDED),  # a later death
+    ]
+    parts = parts_of(moments, killed_ns=100, committed_ns=2100)
+    assert {part: round(seconds * 1e9) for part, seconds in parts.items()} == {
+        "notice": 200,
+        "abort": 100,
+        "agree": 500,
+        "connect": 600,
+        "redo": 600,
+    }
+
+
+def test_parts_add_up_where_a_moment_is_missing() -> None:
+    moments = [Moment(time_ns=900, name=CONNECTING), Moment(time_ns=1500, name=CONNECTED)]
+    parts = parts_of(moments, killed_ns=100, committed_ns=2100)
+    assert round(sum(parts.values()) * 1e9) == 2000
+    assert round(parts["connect"] * 1e9) == 600
+
+
+def test_a_part_that_does_not_exist_is_refused_with_those_that_do(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["larch"])
+    assert f"no part named larch; there are {', '.join(PARTS)}" in capsys.readouterr().err
+
+
+def test_a_rehearsal_leaves_out_what_only_a_device_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["copies", "--device", "cpu", "--output", str(tmp_path)]) == 0
+    assert "left out: copies is measured on a device alone" in capsys.readouterr().out

@@ -1,0 +1,61 @@
+"""What every part of `python -m benchmarks.gpu` is given: where to measure, how much, and where rows go as soon as they are there."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from benchmarks.report import Row
+
+COMMAND: Final = "python -m benchmarks.gpu"
+NO_TARGET: Final = "none: figures of a device, to be looked at"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """One run on one device, or its rehearsal on the host."""
+
+    device: torch.device
+    what: str
+    """The device as titles name it."""
+    width: int = 1024
+    """Width of the small model's layers."""
+    steps: int = 50
+    """Timed steps of the small model, for each way to take them."""
+    rows: Path | None = None
+    """File that gets each row as a line of JSON once it was measured; None: nothing is written before its table."""
+
+    @property
+    def rehearsal(self) -> bool:
+        """Whether sizes are tiny, so that the figures say nothing."""
+        return self.device.type == "cpu"
+
+    def settle(self) -> None:
+        """Returns once the device has done all that it was told."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def measured(self, part: str, name: str, measure: Callable[[], Row]) -> Row:
+        """Returns what `measure` gives, or a row with its error, and writes it to `rows` and to standard output.
+
+        Memory that it used is free afterwards: an error's traceback would keep a model alive.
+        """
+        try:
+            row = measure()
+        except Exception as error:  # of one row: the others are measured all the same
+            row = Row(name=name, command=f"{COMMAND} {part}", cells={}, failure=f"{type(error).__name__}: {error}")
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        cells = ", ".join(f"{column} {text}" for column, text in row.cells.items())
+        print(f"FIGURE {part}: {row.name}: {cells or row.failure.splitlines()[0]}", flush=True)
+        if self.rows is not None:
+            with self.rows.open("a") as file:
+                file.write(json.dumps({"part": part, **asdict(row)}) + "\n")
+        return row

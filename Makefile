@@ -50,7 +50,7 @@ test-compose: .venv/installed ## Build the images and take compose.yaml's cluste
 	$(BIN)/python -m pytest tests/compose $(PYTEST_ARGS)
 
 .PHONY: test-gpu
-test-gpu: .venv/installed ## Run the tests that need a CUDA device, where there is one; docs/gpu.md says what has run where
+test-gpu: .venv/installed ## Run the tests that need a CUDA device, where there is one (GPU_SHARED=1: NCCL ranks share it); docs/gpu.md says what has run where
 	$(BIN)/python -m pytest -m 'gpu and not soak' -o faulthandler_timeout=120 tests/gpu $(PYTEST_ARGS)
 
 # Strategies and their engines, tensors of DTensor's, process groups, hooks and hidden parameters, files of tensors: what a torch can break.
@@ -90,7 +90,7 @@ bench: .venv/installed $(if $(filter cpu,$(DEVICE)),.venv-peers/installed) ## Me
 	$(BIN)/python -m benchmarks --device $(DEVICE)
 
 .PHONY: bench-gpu
-bench-gpu: .venv/installed ## Measure one CUDA device: steps, what the host tells it in them, copies, groups over NCCL; skipped where there is none
+bench-gpu: .venv/installed ## Measure one CUDA device: steps, 1.3 billion parameters, recovery in parts, a checkpoint, copies, groups over NCCL; skipped where there is none
 	$(BIN)/python -m benchmarks.gpu
 
 KIT_PYTHON ?= 3.12

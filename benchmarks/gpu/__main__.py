@@ -71,7 +71,7 @@ def _missing() -> str:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Measure one CUDA device.")
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all when none is named")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal, whose figures say nothing")
     parser.add_argument("--width", type=int, default=1024, help="of the small model's layers")
     parser.add_argument("--steps", type=int, default=50, help="of the small model that are timed in each way")

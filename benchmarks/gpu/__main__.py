@@ -91,7 +91,7 @@ def _steps(context: Context) -> Table:
         title=f"Steps on {context.what}",
         target=NO_TARGET,
         method=(
-            f"A decoder of width {context.width}, 16 samples a step, AdamW, one process. Each step is timed to where the device is at rest. "
+            f"A decoder of width {context.width}, 16 samples a step, AdamW, one process. Each step ends when the device is at rest. "
             "What the host tells the device is counted by torch's profiler over further steps. Shoal is alone: no rank is waited for."
         ),
         columns=_COLUMNS,

@@ -72,10 +72,10 @@ def prepare(place: Path = PLACE, *, root: Path = ROOT) -> None:
     minor = f"python{sys.version_info.major}.{sys.version_info.minor}"
     machines_own = [each for each in sys.path if each.endswith(("site-packages", "dist-packages"))]
     lines = [*(str(root / each) for each in DISTRIBUTIONS), str(site)]
-    lines.append(f"import site; [site.addsitedir(each) for each in {machines_own!r}]")
-    (place / "venv" / "lib" / minor / "site-packages" / "shoal_gpu_kit.pth").write_text(
-        "\n".join(lines) + "\n"
-    )
+    # Not one line for all: up to Python 3.11 a comprehension does not see what its line imports.
+    lines += [f"import site; site.addsitedir({each!r})" for each in machines_own]
+    packages = place / "venv" / "lib" / minor / "site-packages"
+    (packages / "shoal_gpu_kit.pth").write_text("\n".join(lines) + "\n")
     _write_programs(place, root)
     subprocess.run([str(python_of(place)), "-c", _CHECK], check=True)
 

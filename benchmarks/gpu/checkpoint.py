@@ -24,7 +24,11 @@ _LONGEST_S: Final = 50.0
 
 def measure(context: Context) -> Table:
     """Saves the large model with its optimizer's state once, while it trains. Below a minute."""
-    row = context.measured("checkpoint", _RECIPE.name, lambda: in_world_of_one(_RECIPE, context.device, lambda: _save(context)))
+    row = context.measured(
+        "checkpoint",
+        _RECIPE.name,
+        lambda: in_world_of_one(_RECIPE, context.device, lambda: _save(context)),
+    )
     return Table(
         key="gpu-checkpoint",
         title=f"A checkpoint of the large model on {context.what}",
@@ -33,7 +37,15 @@ def measure(context: Context) -> Table:
             "1.34 billion parameters in fp32 and Adam's two moments, to a local directory. The pause is the call of save_checkpoint, and "
             "what the slowest step beside the writing takes longer than the median before."
         ),
-        columns=("GB", "pause ms", "call ms", "step before ms", "step meanwhile ms", "slowest ms", "written after s"),
+        columns=(
+            "GB",
+            "pause ms",
+            "call ms",
+            "step before ms",
+            "step meanwhile ms",
+            "slowest ms",
+            "written after s",
+        ),
         rows=(row,),
         verdict="",
     )

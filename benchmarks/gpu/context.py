@@ -1,4 +1,6 @@
-"""What every part of `python -m benchmarks.gpu` is given: where to measure, how much, and where rows go as soon as they are there."""
+"""What every part of `python -m benchmarks.gpu` is given: where to measure, how much, and where
+rows go as soon as they are there.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Context:
     steps: int = 50
     """Timed steps of the small model, for each way to take them."""
     rows: Path | None = None
-    """File that gets each row as a line of JSON once it was measured; None: nothing is written before its table."""
+    """File that gets each row as a line of JSON once it was measured; None: nothing is written
+    before its table.
+    """
 
     @property
     def rehearsal(self) -> bool:
@@ -42,14 +46,20 @@ class Context:
             torch.cuda.synchronize(self.device)
 
     def measured(self, part: str, name: str, measure: Callable[[], Row]) -> Row:
-        """Returns what `measure` gives, or a row with its error, and writes it to `rows` and to standard output.
+        """Returns what `measure` gives, or a row with its error, and writes it to `rows` and to
+        standard output.
 
         Memory that it used is free afterwards: an error's traceback would keep a model alive.
         """
         try:
             row = measure()
         except Exception as error:  # of one row: the others are measured all the same
-            row = Row(name=name, command=f"{COMMAND} {part}", cells={}, failure=f"{type(error).__name__}: {error}")
+            row = Row(
+                name=name,
+                command=f"{COMMAND} {part}",
+                cells={},
+                failure=f"{type(error).__name__}: {error}",
+            )
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -1,4 +1,6 @@
-"""What a step costs more in a worker of `shoal run`, with a coordinator, than in a world of one without services."""
+"""What a step costs more in a worker of `shoal run`, with a coordinator, than in a world of one
+without services.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ def measure(context: Context) -> Table:
     """Trains in a process alone, then in one under a launcher and a coordinator. Below a minute."""
     rows = tuple(
         context.measured("coordinator", name, lambda name=name, under=under: _row(context, name, under=under))
-        for name, under in (("without a coordinator", False), ("shoal run, with a coordinator", True))
+        for name, under in (
+            ("without a coordinator", False),
+            ("shoal run, with a coordinator", True),
+        )
     )
     return Table(
         key="gpu-coordinator",
@@ -47,7 +52,10 @@ def _row(context: Context, name: str, *, under: bool) -> Row:
     with Stage() as stage:
         output = stage.directory / "figures.json"
         words = ["-m", _MODULE, "--device", context.device.type, "--output", str(output)]
-        stage.finish(stage.start("steps", [*(run if under else [sys.executable]), *words]), timeout_s=_TIMEOUT_S)
+        stage.finish(
+            stage.start("steps", [*(run if under else [sys.executable]), *words]),
+            timeout_s=_TIMEOUT_S,
+        )
         cells = json.loads(output.read_text())
     return Row(name=name, command=f"{COMMAND} coordinator", cells=cells)
 
@@ -63,7 +71,11 @@ def main() -> None:
 
     def train() -> dict[str, str]:
         figures = Training(_RECIPE, size_of(context, _RECIPE), device).figures()
-        seconds = {"step ms": figures.step_s, "step alone ms": figures.synced_s, "host ms": figures.host_s}
+        seconds = {
+            "step ms": figures.step_s,
+            "step alone ms": figures.synced_s,
+            "host ms": figures.host_s,
+        }
         return {column: f"{1e3 * value:.2f}" for column, value in seconds.items()}
 
     if "SHOAL_COORDINATOR" in os.environ:

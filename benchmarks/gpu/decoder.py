@@ -1,4 +1,5 @@
-"""A decoder of 1.3 billion parameters, its data, and the ways in which systems train it on one device.
+"""A decoder of 1.3 billion parameters, its data, and the ways in which systems train it on one
+device.
 
 A world of one: nothing travels, so the systems differ in what they add on the host and in memory.
 """
@@ -77,8 +78,14 @@ class Block(nn.Module):
         super().__init__()
         self.heads, self.recompute = heads, recompute
         self.attention_norm, self.mlp_norm = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        self.qkv, self.out = (
+            nn.Linear(width, 3 * width, bias=False),
+            nn.Linear(width, width, bias=False),
+        )
+        self.up, self.down = (
+            nn.Linear(width, 4 * width, bias=False),
+            nn.Linear(4 * width, width, bias=False),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.recompute:
@@ -143,7 +150,12 @@ class Training:
             module = Decoder(size, recompute=recipe.recompute and recipe.system != "shoal")
         self.parameters = sum(p.numel() for p in module.parameters())
         self._multiplied = self.parameters - module.embed.weight.numel()  # an embedding looks up
-        words = torch.randint(0, size.words, (512 * size.batch, size.tokens + 1), generator=torch.Generator().manual_seed(1))
+        words = torch.randint(
+            0,
+            size.words,
+            (512 * size.batch, size.tokens + 1),
+            generator=torch.Generator().manual_seed(1),
+        )
         model, self._optimizer, self._batches = _set_up(recipe, module, TensorDataset(words), size, device)
         self._called = torch.compile(model) if recipe.compiled else model
 
@@ -205,17 +217,25 @@ class Training:
         )
 
     def _flops_per_token(self) -> float:
-        """Forward and backward: 6 for each weight that is multiplied, and attention, half of which is masked (PaLM, appendix B)."""
+        """Forward and backward: 6 for each weight that is multiplied, and attention, half of which
+        is masked (PaLM, appendix B).
+        """
         return 6.0 * self._multiplied + 6.0 * self.size.layers * self.size.width * self.size.tokens
 
 
 def in_world_of_one(recipe: Recipe, device: torch.device, call: Callable[[], Any]) -> Any:
-    """Returns what `call` does in the world that the recipe's system needs: a process group of one, a session of one, or none.
+    """Returns what `call` does in the world that the recipe's system needs: a process group of one,
+    a session of one, or none.
 
     In a worker of a job it is called as it is for Shoal.
     """
     if recipe.system in ("ddp", "fsdp2"):
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=dist.HashStore(),
+            rank=0,
+            world_size=1,
+        )
         try:
             return call()
         finally:

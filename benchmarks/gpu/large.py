@@ -1,4 +1,6 @@
-"""Tokens a second, MFU and peak memory of 1.3 billion parameters in bf16: plain torch, DDP, FSDP2 and Shoal in one run."""
+"""Tokens a second, MFU and peak memory of 1.3 billion parameters in bf16: plain torch, DDP, FSDP2
+and Shoal in one run.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +19,50 @@ RECIPES: Final = (
     Recipe(name="torch DDP", system="ddp"),
     Recipe(name="shoal ddp", system="shoal", strategy="ddp"),
     Recipe(name="torch FSDP2, bf16 parameters", system="fsdp2", autocast=False),
-    Recipe(name="shoal zero3, bf16 parameters", system="shoal", strategy="zero3", options={"param_dtype": torch.bfloat16}, autocast=False),
+    Recipe(
+        name="shoal zero3, bf16 parameters",
+        system="shoal",
+        strategy="zero3",
+        options={"param_dtype": torch.bfloat16},
+        autocast=False,
+    ),
     Recipe(name="shoal zero2", system="shoal", strategy="zero2"),
     Recipe(name="torch, activation checkpointing", system="torch", recompute=True),
-    Recipe(name="shoal zero3, activation checkpointing", system="shoal", strategy="zero3", recompute=True),
-    Recipe(name=f"torch, {FEW_LAYERS} layers, compiled", system="torch", compiled=True, few_layers=True),
-    Recipe(name=f"shoal ddp, {FEW_LAYERS} layers, compiled", system="shoal", strategy="ddp", compiled=True, few_layers=True),
     Recipe(
-        name=f"shoal zero3, {FEW_LAYERS} layers, offload", system="shoal", strategy="zero3", options={"offload": "cpu"}, few_layers=True
+        name="shoal zero3, activation checkpointing",
+        system="shoal",
+        strategy="zero3",
+        recompute=True,
+    ),
+    Recipe(name=f"torch, {FEW_LAYERS} layers, compiled", system="torch", compiled=True, few_layers=True),
+    Recipe(
+        name=f"shoal ddp, {FEW_LAYERS} layers, compiled",
+        system="shoal",
+        strategy="ddp",
+        compiled=True,
+        few_layers=True,
+    ),
+    Recipe(
+        name=f"shoal zero3, {FEW_LAYERS} layers, offload",
+        system="shoal",
+        strategy="zero3",
+        options={"offload": "cpu"},
+        few_layers=True,
     ),
     Recipe(name="torch, AdamW not fused", system="torch", fused=False),
     Recipe(name="shoal ddp, AdamW not fused", system="shoal", strategy="ddp", fused=False),
 )
 """In order of value: what comes first is measured first."""
-COLUMNS: Final = ("tokens/s", "MFU %", "peak GiB", "step ms", "step alone ms", "host ms", "first steps s", "loss")
+COLUMNS: Final = (
+    "tokens/s",
+    "MFU %",
+    "peak GiB",
+    "step ms",
+    "step alone ms",
+    "host ms",
+    "first steps s",
+    "loss",
+)
 
 
 def measure(context: Context) -> Table:

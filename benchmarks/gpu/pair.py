@@ -1,7 +1,9 @@
-"""Two ranks of plain torch on one GPU over NCCL: whether they connect, which collectives work, and what an abort does.
+"""Two ranks of plain torch on one GPU over NCCL: whether they connect, which collectives work, and
+what an abort does.
 
-Nothing here is Shoal's, so a failure here is between torch, NCCL and the machine. Non-blocking communicators come first, as Shoal makes
-them, then blocking ones. In the end rank 1 is stopped, or killed, and rank 0 aborts an all-reduce that waits for it.
+Nothing here is Shoal's, so a failure here is between torch, NCCL and the machine. Non-blocking
+communicators come first, as Shoal makes them, then blocking ones. In the end rank 1 is stopped, or
+killed, and rank 0 aborts an all-reduce that waits for it.
 """
 
 from __future__ import annotations
@@ -68,7 +70,18 @@ def _pair(context: Context, mode: str, fault: str) -> list[Row]:
     if not context.rehearsal:
         environment["CUDA_VISIBLE_DEVICES"] = first_visible()
     with Stage() as stage:
-        words = ["-m", _MODULE, "--device", os_device, "--port", str(free_port()), "--directory", str(stage.directory), "--fault", fault]
+        words = [
+            "-m",
+            _MODULE,
+            "--device",
+            os_device,
+            "--port",
+            str(free_port()),
+            "--directory",
+            str(stage.directory),
+            "--fault",
+            fault,
+        ]
         command = [sys.executable, *words, "--rank"]
         ranks = [stage.start(f"rank{rank}", [*command, str(rank)], environment, expendable=True) for rank in range(2)]
         deadline = time.monotonic() + _LIMIT_S
@@ -84,11 +97,21 @@ def _pair(context: Context, mode: str, fault: str) -> list[Row]:
     rows = []
     for line in written.splitlines():
         told = json.loads(line)
-        row = Row(name=f"{mode}: {told['name']}", command=f"{COMMAND} pair", cells=told["cells"], failure=told["failure"])
+        row = Row(
+            name=f"{mode}: {told['name']}",
+            command=f"{COMMAND} pair",
+            cells=told["cells"],
+            failure=told["failure"],
+        )
         rows.append(context.measured("pair", row.name, lambda row=row: row))
     if stuck or not rows:
         why = f"rank 0 did not end within {_LIMIT_S:g} s" if stuck else "rank 0 told nothing"
-        row = Row(name=f"{mode}: the pair", command=f"{COMMAND} pair", cells={}, failure=f"{why}; {output[-1500:]}")
+        row = Row(
+            name=f"{mode}: the pair",
+            command=f"{COMMAND} pair",
+            cells={},
+            failure=f"{why}; {output[-1500:]}",
+        )
         rows.append(context.measured("pair", row.name, lambda: row))
     return rows
 
@@ -104,12 +127,19 @@ class _Rank:
         self.directory: Path = options.directory
         self.fault: str = options.fault
         self.device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
-        self.store = dist.TCPStore("127.0.0.1", options.port, is_master=self.rank == 0, timeout=timedelta(seconds=_PATIENCE_S))
+        self.store = dist.TCPStore(
+            "127.0.0.1",
+            options.port,
+            is_master=self.rank == 0,
+            timeout=timedelta(seconds=_PATIENCE_S),
+        )
         self.values = [torch.arange(float(_ELEMENTS), device=self.device) + rank for rank in range(2)]
         self._steps = 0
 
     def step(self, name: str, call: Callable[[], str]) -> bool:
-        """Takes one step and, on rank 0, writes its row; whether it went well. Ranks wait for each other behind it."""
+        """Takes one step and, on rank 0, writes its row; whether it went well. Ranks wait for each
+        other behind it.
+        """
         failure = result = ""
         begun = time.perf_counter()
         with _longest_stall() as stall:
@@ -117,7 +147,11 @@ class _Rank:
                 result = call()
             except Exception as error:  # of one step: the next one may work
                 failure = f"{type(error).__name__}: {error}"
-        cells = {"ms": f"{1e3 * (time.perf_counter() - begun):.2f}", "stall ms": f"{1e3 * stall[0]:.2f}", "result": result}
+        cells = {
+            "ms": f"{1e3 * (time.perf_counter() - begun):.2f}",
+            "stall ms": f"{1e3 * stall[0]:.2f}",
+            "result": result,
+        }
         if self.rank == 0:
             with (self.directory / "rows.jsonl").open("a") as file:
                 file.write(json.dumps({"name": name, "cells": {} if failure else cells, "failure": failure}) + "\n")
@@ -133,7 +167,14 @@ class _Rank:
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         bound: dict[str, Any] = {"device_id": self.device} if backend == "nccl" else {}
         limit = timedelta(days=365) if backend == "nccl" else timedelta(seconds=_PATIENCE_S)
-        dist.init_process_group(backend, store=dist.PrefixStore("pair", self.store), rank=self.rank, world_size=2, timeout=limit, **bound)
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("pair", self.store),
+            rank=self.rank,
+            world_size=2,
+            timeout=limit,
+            **bound,
+        )
         dist.all_reduce(torch.zeros(1, device=self.device))
         self.come_to_rest()
         return backend
@@ -152,7 +193,11 @@ class _Rank:
 
     def collectives(self) -> Iterator[tuple[str, Callable[[], torch.Tensor], torch.Tensor]]:
         """Each collective as its name, what does it, and what must come of it here."""
-        mine, both, half = self.values[self.rank], self.values, slice(4 * self.rank, 4 * self.rank + 4)
+        mine, both, half = (
+            self.values[self.rank],
+            self.values,
+            slice(4 * self.rank, 4 * self.rank + 4),
+        )
         summed, exchanged = both[0] + both[1], torch.cat([value[half] for value in both])
 
         def filled(size: int, call: Callable[[torch.Tensor], Any]) -> Callable[[], torch.Tensor]:
@@ -180,10 +225,26 @@ class _Rank:
             dist.scatter(out, list(mine.chunk(2)) if self.rank == 0 else None, 0)
 
         yield "all_reduce", in_place(dist.all_reduce), summed
-        yield "all_gather", filled(16, lambda out: dist.all_gather_into_tensor(out, mine)), torch.cat(both)
-        yield "reduce_scatter", filled(4, lambda out: dist.reduce_scatter_tensor(out, mine.clone())), summed[half]
-        yield "all_to_all, sizes given", filled(8, lambda out: dist.all_to_all_single(out, mine, [4, 4], [4, 4])), exchanged
-        yield "all_to_all, equal parts", filled(8, lambda out: dist.all_to_all_single(out, mine)), exchanged
+        yield (
+            "all_gather",
+            filled(16, lambda out: dist.all_gather_into_tensor(out, mine)),
+            torch.cat(both),
+        )
+        yield (
+            "reduce_scatter",
+            filled(4, lambda out: dist.reduce_scatter_tensor(out, mine.clone())),
+            summed[half],
+        )
+        yield (
+            "all_to_all, sizes given",
+            filled(8, lambda out: dist.all_to_all_single(out, mine, [4, 4], [4, 4])),
+            exchanged,
+        )
+        yield (
+            "all_to_all, equal parts",
+            filled(8, lambda out: dist.all_to_all_single(out, mine)),
+            exchanged,
+        )
         yield "broadcast", in_place(lambda tensor: dist.broadcast(tensor, 0)), both[0]
         yield "send and recv", filled(8, exchange), both[1 - self.rank]
         yield "scatter", filled(4, scatter), both[0][half]
@@ -215,7 +276,9 @@ class _Rank:
         return f"{1e6 * issued / _ISSUED:.1f} us of the host for each"
 
     def abort_without_peer(self) -> str:
-        """Rank 0: an all-reduce to which the peer does not come, aborted after a second; memory must be quiet afterwards."""
+        """Rank 0: an all-reduce to which the peer does not come, aborted after a second; memory
+        must be quiet afterwards.
+        """
         (self.directory / "fault-asked").touch()
         while not (self.directory / "fault-done").exists():
             time.sleep(_POLL_S)
@@ -240,7 +303,9 @@ class _Rank:
 
 @contextmanager
 def _longest_stall() -> Iterator[list[float]]:
-    """Gives a list whose one number is, in the end, the longest time in seconds for which no Python thread could run."""
+    """Gives a list whose one number is, in the end, the longest time in seconds for which no Python
+    thread could run.
+    """
     longest, over = [0.0], threading.Event()
 
     def tick() -> None:
@@ -277,7 +342,10 @@ def main() -> None:
         for name, call, expected in rank.collectives():
             rank.step(name, lambda call=call, expected=expected: rank.checked(call, expected))
             rank.meet()
-        for name, figure in (("all-reduce of 64 MiB", rank.rate), ("issuing an all-reduce of 4 KiB", rank.issue)):
+        for name, figure in (
+            ("all-reduce of 64 MiB", rank.rate),
+            ("issuing an all-reduce of 4 KiB", rank.issue),
+        ):
             rank.step(name, figure)
             rank.meet()
         if rank.rank == 1:

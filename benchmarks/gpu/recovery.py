@@ -1,6 +1,8 @@
-"""Recovery from SIGKILL of one worker, in parts: the death is noticed, the group aborted, ranks agree, connect, and do the step again.
+"""Recovery from SIGKILL of one worker, in parts: the death is noticed, the group aborted, ranks
+agree, connect, and do the step again.
 
-On a device all workers share it over NCCL: what is measured is the order of magnitude of each part, not the rate of a network.
+On a device all workers share it over NCCL: what is measured is the order of magnitude of each part,
+not the rate of a network.
 """
 
 from __future__ import annotations
@@ -59,19 +61,36 @@ def _row(context: Context, strategy: str) -> Row:
     with Stage() as stage:
         device = "cpu" if context.rehearsal else SHARED
         workload = Workload(log=stage.directory, ranks=_WORKERS, width=_WIDTH, batch=_BATCH, device=device)
-        start_shoal(stage, workload, restarts=True, more=("--strategy", strategy, "--phases", str(stage.directory)))
+        start_shoal(
+            stage,
+            workload,
+            restarts=True,
+            more=("--strategy", strategy, "--phases", str(stage.directory)),
+        )
         logs = StepLogs(stage.directory)
         for turn in range(kills):
             recovery = Recovery(logs, workers=_WORKERS, recovered=_WORKERS - 1, restarted=False)
-            stage.wait_until(f"{_WORKERS} workers stepping together", recovery.settled, timeout_s=_START_TIMEOUT_S)
+            stage.wait_until(
+                f"{_WORKERS} workers stepping together",
+                recovery.settled,
+                timeout_s=_START_TIMEOUT_S,
+            )
             victim = recovery.members[turn % _WORKERS]
             killed_ns = time.monotonic_ns()
             recovery.killed(victim, at_ns=killed_ns)
             os.kill(victim, signal.SIGKILL)
             stage.wait_until("recovery", recovery.over, timeout_s=_RECOVERY_TIMEOUT_S)
             _add(samples, recovery, stage.directory, killed_ns)
-    cells = {"kills": str(kills), **{f"{name} s": f"{statistics.median(seconds):.3f}" for name, seconds in samples.items()}}
-    return Row(name=f"shoal {strategy}", command=f"{COMMAND} recovery", cells=cells, samples={f"{k}_s": v for k, v in samples.items()})
+    cells = {
+        "kills": str(kills),
+        **{f"{name} s": f"{statistics.median(seconds):.3f}" for name, seconds in samples.items()},
+    }
+    return Row(
+        name=f"shoal {strategy}",
+        command=f"{COMMAND} recovery",
+        cells=cells,
+        samples={f"{k}_s": v for k, v in samples.items()},
+    )
 
 
 def _add(samples: dict[str, list[float]], recovery: Recovery, directory: Path, killed_ns: int) -> None:

@@ -1,4 +1,5 @@
-"""Notes when a worker's groups end, come to rest, and connect, for the parts of a recovery. Says nothing about steps: `steplog` does.
+"""Notes when a worker's groups end, come to rest, and connect, for the parts of a recovery. Says
+nothing about steps: `steplog` does.
 
 One file per process, a line per moment: CLOCK_MONOTONIC in nanoseconds, and the moment's name.
 """
@@ -30,7 +31,9 @@ class Moment:
 
 def note_into(directory: Path) -> None:
     """Has this process write its file from now on. Call it before the first group is made."""
-    from shoal_worker.backends.base import CommunicationBackend  # imports torch; the harness does not
+    from shoal_worker.backends.base import (
+        CommunicationBackend,
+    )  # imports torch; the harness does not
     from shoal_worker.backends.nccl.backend import NCCLBackend
 
     file = os.open(directory / f"{os.getpid()}.phases", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -40,7 +43,12 @@ def note_into(directory: Path) -> None:
 
     _wrap(CommunicationBackend, "abort", before=lambda: note(ENDED))
     _wrap(CommunicationBackend, "shutdown", after=lambda: note(RESTED))
-    _wrap(CommunicationBackend, "initialize", before=lambda: note(CONNECTING), after=lambda: note(CONNECTED))
+    _wrap(
+        CommunicationBackend,
+        "initialize",
+        before=lambda: note(CONNECTING),
+        after=lambda: note(CONNECTED),
+    )
     for owner in (CommunicationBackend, NCCLBackend):
         _wrap(owner, "rest", after=lambda: note(RESTED))
 
@@ -52,16 +60,21 @@ def read(file: Path) -> list[Moment]:
 
 
 def parts_of(moments: list[Moment], *, killed_ns: int, committed_ns: int) -> dict[str, float]:
-    """Returns the seconds of each of `PARTS` between a peer's death and this worker's next committed step.
+    """Returns the seconds of each of `PARTS` between a peer's death and this worker's next
+    committed step.
 
-    notice: until the group is ended here. abort: until nothing of it uses the device. agree: until connecting begins. connect: until the
-    last group is connected, with attempts that failed. redo: until the step is committed. A moment that is missing takes the place of
-    the next one, so the parts add up to the pause.
+    notice: until the group is ended here. abort: until nothing of it uses the device. agree: until
+    connecting begins. connect: until the last group is connected, with attempts that failed. redo:
+    until the step is committed. A moment that is missing takes the place of the next one, so the
+    parts add up to the pause.
     """
     since = [moment for moment in moments if killed_ns <= moment.time_ns <= committed_ns]
 
     def first(name: str, after: int) -> int | None:
-        return next((moment.time_ns for moment in since if moment.name == name and moment.time_ns >= after), None)
+        return next(
+            (moment.time_ns for moment in since if moment.name == name and moment.time_ns >= after),
+            None,
+        )
 
     connected = max((moment.time_ns for moment in since if moment.name == CONNECTED), default=committed_ns)
     ended = first(ENDED, killed_ns) or first(CONNECTING, killed_ns) or connected
@@ -71,7 +84,13 @@ def parts_of(moments: list[Moment], *, killed_ns: int, committed_ns: int) -> dic
     return {part: (end - begin) / 1e9 for part, begin, end in zip(PARTS, borders, borders[1:], strict=False)}
 
 
-def _wrap(owner: Any, name: str, *, before: Callable[[], None] | None = None, after: Callable[[], None] | None = None) -> None:
+def _wrap(
+    owner: Any,
+    name: str,
+    *,
+    before: Callable[[], None] | None = None,
+    after: Callable[[], None] | None = None,
+) -> None:
     wrapped = owner.__dict__.get(name)
     if wrapped is None:
         return

@@ -1,8 +1,10 @@
-"""Lets several NCCL ranks share one GPU, which NCCL and Shoal refuse otherwise. For tests and benchmarks only.
+"""Lets several NCCL ranks share one GPU, which NCCL and Shoal refuse otherwise. For tests and
+benchmarks only.
 
-NCCL takes two ranks for one and the same GPU if the host's hash and the bus number are equal, and NCCL_HOSTID
-sets the former. With a host name of its own, each process is a machine to NCCL, and they connect over the
-loopback interface. The kernels are NCCL's own and spin for each other; only rates say nothing about GPUs.
+NCCL takes two ranks for one and the same GPU if the host's hash and the bus number are equal, and
+NCCL_HOSTID sets the former. With a host name of its own, each process is a machine to NCCL, and
+they connect over the loopback interface. The kernels are NCCL's own and spin for each other; only
+rates say nothing about GPUs.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ def first_visible() -> str:
 
 
 def pass_for_a_machine() -> None:
-    """Makes this process a machine of its own for NCCL, and its device one of its own for Shoal's check.
+    """Makes this process a machine of its own for NCCL, and its device one of its own for Shoal's
+    check.
 
     Call it before the first communicator is made.
     """

@@ -1,4 +1,6 @@
-"""Faults of a device in the middle of a step, which a worker brings about itself: an illegal access, and memory that runs out."""
+"""Faults of a device in the middle of a step, which a worker brings about itself: an illegal
+access, and memory that runs out.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ _KERNEL: Final = "template <typename T> T dereference(T x) { return x + *reinter
 def arm(fault: str, block: nn.Module, marker: Path) -> None:
     """Has `fault`, a key of `FAULTS`, happen in a later forward pass of `block`.
 
-    It happens once for all processes with the same `marker`, a file: a replacement goes on undisturbed.
+    It happens once for all processes with the same `marker`, a file: a replacement goes on
+    undisturbed.
     """
     passes = 0
 
@@ -36,8 +39,10 @@ def arm(fault: str, block: nn.Module, marker: Path) -> None:
 
 
 def access_illegally(device: torch.device) -> None:
-    """Starts a kernel that reads address 8. The host goes on and meets the error later. The host as a device only ends with the status that
-    Shoal gives a worker then."""
+    """Starts a kernel that reads address 8; the host meets the error later.
+
+    On the host it ends the process with the status that Shoal gives a worker for such an error.
+    """
     if device.type == "cpu":
         end_now(PUT_OUT, "rehearsal of a device that has failed")
     torch.cuda.jiterator._create_jit_fn(_KERNEL)(torch.ones(8, device=device))

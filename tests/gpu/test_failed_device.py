@@ -1,4 +1,6 @@
-"""A worker whose device fails in the middle of a step ends; its replacement and its peers come to the result of a run without faults."""
+"""A worker whose device fails in the middle of a step ends; its replacement and its peers come to
+the result of a run without faults.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,28 @@ _ERROR = 1
     ],
 )
 def test_a_fault_of_the_device_costs_its_worker_and_no_step(
-    starter: Starter, tmp_path: Path, kind: str, backend: str, fault: str, status: int, strategy: str
+    starter: Starter,
+    tmp_path: Path,
+    kind: str,
+    backend: str,
+    fault: str,
+    status: int,
+    strategy: str,
 ) -> None:
-    """The launcher replaces a worker that ends with 75 by itself, any other with `--max-restarts`; here the test does."""
+    """The launcher replaces a worker that ends with 75 by itself, any other with `--max-restarts`;
+    here the test does.
+    """
     is_there(kind)
     (fault_free,) = together(lambda: training.train(strategy, {"deterministic": True}, backend="gloo"), world_size=1)
     settings = {"STRATEGY": strategy, "BACKEND": backend, "DETERMINISTIC": "1", **sharing(kind)}
-    with cluster(starter(kind), tmp_path, max_workers=2, script=Path(training.__file__), lease_ms=lease_ms(kind), **settings) as running:
+    with cluster(
+        starter(kind),
+        tmp_path,
+        max_workers=2,
+        script=Path(training.__file__),
+        lease_ms=lease_ms(kind),
+        **settings,
+    ) as running:
         with running.held():
             running.start(0)
             running.start(1, FAULT=fault)

@@ -1,4 +1,6 @@
-"""CUDA graphs and the allocator's expandable segments in whole trainings of two workers that share one device."""
+"""CUDA graphs and the allocator's expandable segments in whole trainings of two workers that share
+one device.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,14 @@ _WORKERS = 2
 def train(zygote: Zygote, directory: Path, kind: str, **settings: str) -> list[dict[str, Any]]:
     """Returns what each worker tells at the end."""
     shared = {**settings, **sharing(kind)}
-    with cluster(zygote, directory, max_workers=_WORKERS, script=Path(training.__file__), lease_ms=lease_ms(kind), **shared) as running:
+    with cluster(
+        zygote,
+        directory,
+        max_workers=_WORKERS,
+        script=Path(training.__file__),
+        lease_ms=lease_ms(kind),
+        **shared,
+    ) as running:
         for index in range(_WORKERS):
             running.start(index)
         return running.finish(*range(_WORKERS))

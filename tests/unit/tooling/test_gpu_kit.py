@@ -307,23 +307,25 @@ def test_a_stage_that_does_not_exist_is_refused_with_those_that_do() -> None:
     assert "no stage larch; expected some of setup, probe, pair" in answer.stderr
 
 
+def rehearse(output: Path, stages: str) -> subprocess.CompletedProcess[str]:
+    words = ["run", "400", "--rehearse", "--stages", stages, "--output", str(output)]
+    command = [sys.executable, "-m", "gpu_kit", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=450, check=False)
+
+
 def test_a_rehearsal_runs_a_stage_on_the_host(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "gpu_kit",
-        "run",
-        "300",
-        "--rehearse",
-        "--stages",
-        "probe,one",
-        "--output",
-        str(tmp_path),
-    ]
-    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    answer = rehearse(tmp_path, "probe")
     assert answer.returncode == 0, answer.stdout
     assert "found   ProcessGroup._register_backend" in (tmp_path / "machine.txt").read_text()
-    assert "test_one_device.py" in (tmp_path / "one.txt").read_text()
+
+
+@pytest.mark.slow
+def test_a_rehearsal_collects_the_tests_and_measures_at_tiny_sizes(tmp_path: Path) -> None:
+    answer = rehearse(tmp_path, "one,shared,checkpoint")
+    assert answer.returncode == 0, answer.stdout
+    assert "test_graphs_and_memory.py" in (tmp_path / "one.txt").read_text()
+    assert "cuda-shared-3" in (tmp_path / "nccl.txt").read_text()
+    assert '"part": "checkpoint"' in (tmp_path / "figures.jsonl").read_text()
 
 
 # --- the environment

@@ -64,7 +64,7 @@ class Context:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         cells = ", ".join(f"{column} {text}" for column, text in row.cells.items())
-        print(f"FIGURE {part}: {row.name}: {cells or row.failure.splitlines()[0]}", flush=True)
+        print(f"FIGURE {part}: {row.name}: {row.failure or cells}", flush=True)
         if self.rows is not None:
             with self.rows.open("a") as file:
                 file.write(json.dumps({"part": part, **asdict(row)}) + "\n")

@@ -16,6 +16,8 @@ from gpu_kit.runner import Stage
 _TEST_TIMEOUT_S: Final = 100
 _PARALLEL: Final = 6
 """Processes for tests that share the GPU over Gloo."""
+_REHEARSAL_SLACK: Final = 4
+"""How much longer stages may take in a rehearsal, on a host with much else to do."""
 _FIGURES: Final = "figures.txt"
 _ROWS: Final = "figures.jsonl"
 """Every measured row, as soon as it was measured."""
@@ -144,8 +146,13 @@ def _all_stages(python: Path, output: Path, *, rehearsal: bool) -> list[Stage]:
             name="small", file=_FIGURES, limit_s=80, command=figures("steps", "copies", "groups")
         ),
     ]
+    slack = _REHEARSAL_SLACK if rehearsal else 1
     return [
-        replace(stage, environment={"OMP_NUM_THREADS": "1", **stage.environment})
+        replace(
+            stage,
+            limit_s=stage.limit_s * slack,
+            environment={"OMP_NUM_THREADS": "1", **stage.environment},
+        )
         for stage in stages
     ]
 

@@ -42,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Ended as by Ctrl-C: the processes that were started are ended too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     context = _context(options)
+    if context.rehearsal:
+        torch.set_num_threads(1)
     machine = Machine.here()
     console.print(f"{context.what}, on {machine}", markup=False, highlight=False)
     nothing = False

@@ -55,7 +55,7 @@ def measure(context: Context) -> Table:
 
 def _row(context: Context, strategy: str) -> Row:
     samples: dict[str, list[float]] = {part: [] for part in ("pause", *PARTS)}
-    kills = 1 if context.rehearsal else _KILLS
+    kills, slack = (1, 4) if context.rehearsal else (_KILLS, 1)  # a host may have much else to do
     if not context.rehearsal:
         os.environ["CUDA_VISIBLE_DEVICES"] = first_visible()
     with Stage() as stage:
@@ -73,13 +73,13 @@ def _row(context: Context, strategy: str) -> Row:
             stage.wait_until(
                 f"{_WORKERS} workers stepping together",
                 recovery.settled,
-                timeout_s=_START_TIMEOUT_S,
+                timeout_s=_START_TIMEOUT_S * slack,
             )
             victim = recovery.members[turn % _WORKERS]
             killed_ns = time.monotonic_ns()
             recovery.killed(victim, at_ns=killed_ns)
             os.kill(victim, signal.SIGKILL)
-            stage.wait_until("recovery", recovery.over, timeout_s=_RECOVERY_TIMEOUT_S)
+            stage.wait_until("recovery", recovery.over, timeout_s=_RECOVERY_TIMEOUT_S * slack)
             _add(samples, recovery, stage.directory, killed_ns)
     cells = {
         "kills": str(kills),

@@ -39,7 +39,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     pack = commands.add_parser("pack", help="fetch the wheels that a machine lacks into .gpu-kit")
     pack.add_argument(
-        "--python", default=_DEFAULT_PYTHON, help="version of its interpreter; default: %(default)s"
+        "--python",
+        default=_DEFAULT_PYTHON,
+        help="version of its interpreter, 3.12 or 3.12.3; default: %(default)s",
     )
     pack.add_argument(
         "--pip-list",

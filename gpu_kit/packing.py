@@ -41,8 +41,7 @@ def pack(machine: Machine, *, root: Path = ROOT) -> str:
     """
     pins = parse_pins((root / "constraints.txt").read_text())
     missing = lacking(required(root), machine, pins=pins, requirements_of=_installed_requirements)
-    folder = root / KIT / WHEELS
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = _open_folder(root / KIT, machine)
     _fetch(_to_fetch(missing, folder), machine, folder)
     wheels = sorted(each.name for each in folder.glob("*.whl"))
     (root / KIT / MANIFEST).write_text(
@@ -88,9 +87,22 @@ def _installed_requirements(name: str) -> Iterable[str]:
         return metadata.requires(name) or ()
     except metadata.PackageNotFoundError:
         raise PlanningError(
-            f"{name} is not installed here, so its requirements are unknown: "
-            "run `make gpu-kit`, or install it"
+            f"{name}, which the machine lacks, is not installed here, so its requirements are "
+            "unknown: give the full version of the machine's Python (3.12.3), or install it here"
         ) from None
+
+
+def _open_folder(kit: Path, machine: Machine) -> Path:
+    """Returns the folder of wheels, emptied if they are for another Python or were not all fetched.
+
+    The manifest is gone until all wheels are there again.
+    """
+    manifest, folder = kit / MANIFEST, kit / WHEELS
+    if not manifest.exists() or json.loads(manifest.read_text())["python"] != machine.minor:
+        shutil.rmtree(folder, ignore_errors=True)
+    manifest.unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def _to_fetch(missing: Mapping[str, str], folder: Path) -> list[str]:

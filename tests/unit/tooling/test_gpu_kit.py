@@ -15,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from gpu_kit.environment import DISTRIBUTIONS, KIT, MANIFEST, ROOT, SetupError, prepare, python_of
-from gpu_kit.packing import _installed_requirements, required
+from gpu_kit.packing import _installed_requirements, _open_folder, _to_fetch, required
 from gpu_kit.runner import SUMMARY, Runner, Stage
 from gpu_kit.stages import STAGE_NAMES, chosen_stages
 from gpu_kit.wheels import Machine, PlanningError, lacking, parse_pins, parse_pip_list
@@ -123,6 +123,30 @@ def test_what_a_machine_with_little_but_torch_lacks_is_pinned_and_is_small() -> 
     assert not [name for name in missing if name.startswith("shoal")]
     assert {name: pins[name] for name in missing} == missing
     assert 30 <= len(missing) <= 50
+
+
+def kit_of_an_earlier_plan(kit: Path, python: str) -> None:
+    (kit / "wheels").mkdir(parents=True)
+    for name in ("grpcio-1.85.1-cp312-cp312-linux_x86_64.whl", "grpcio-1.80.0-py3-none-any.whl", "rich-1-py3-none-any.whl"):
+        (kit / "wheels" / name).touch()
+    (kit / MANIFEST).write_text(json.dumps({"python": python, "wheels": []}))
+
+
+def test_wheels_of_an_earlier_plan_stay_if_they_are_still_wanted(tmp_path: Path) -> None:
+    kit_of_an_earlier_plan(tmp_path, "3.12")
+    folder = _open_folder(tmp_path, machine("3.12.3"))
+    assert _to_fetch({"grpcio": "1.85.1", "xxhash": "4.1.0"}, folder) == ["xxhash==4.1.0"]
+    assert [each.name for each in folder.iterdir()] == ["grpcio-1.85.1-cp312-cp312-linux_x86_64.whl"]
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_wheels_for_another_python_and_of_a_plan_that_was_cut_off_are_fetched_anew(tmp_path: Path, finished: bool) -> None:
+    kit_of_an_earlier_plan(tmp_path, "3.11" if finished else "3.12")
+    if not finished:
+        (tmp_path / MANIFEST).unlink()
+    folder = _open_folder(tmp_path, machine("3.12.3"))
+    assert _to_fetch({"grpcio": "1.85.1"}, folder) == ["grpcio==1.85.1"]
+    assert not (tmp_path / MANIFEST).exists()
 
 
 # --- how stages run

@@ -9,7 +9,6 @@ What that means for training is told in `strategies/async_sgd.py`. All of it run
 from __future__ import annotations
 
 import atexit
-import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -38,6 +37,7 @@ from shoal_worker.elastic.membership import Membership
 from shoal_worker.elastic.row_store import RowStore
 from shoal_worker.elastic.session import Session
 from shoal_worker.engine.base import Engine, Setup
+from shoal_worker.engine.module_state import ModuleState, load_captured
 from shoal_worker.engine.parameters import check_optimizer_covers, check_trains, materialize
 from shoal_worker.engine.passes import Loss, call_module, loss_of
 
@@ -391,7 +391,7 @@ class AsyncEngine(Engine):
         meanwhile; an inner optimizer's is this worker's."""
         if self._started:
             self._require_servers().write_snapshots()
-        return {"model": self.full_state_dict(), "optimizer": self._require_optimizers().own.state_dict()}
+        return {"model": self._whole_state(), "optimizer": self._require_optimizers().own.state_dict()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `TrainingEngine`: of a checkpoint, before the first step. Servers that have values keep them; others get these."""
@@ -401,7 +401,7 @@ class AsyncEngine(Engine):
         self._check_fits(state["model"])
         if not self.has_values():
             self._materialize()
-        self.module.load_state_dict(state["model"])
+        load_captured(self.module, state["model"])
         optimizers.restore(state["optimizer"])
 
     @property
@@ -411,7 +411,7 @@ class AsyncEngine(Engine):
 
     def has_values(self) -> bool:
         """See `TrainingEngine`."""
-        return not any(t.is_meta for t in self.module.state_dict().values())
+        return not any(tensor.is_meta for tensor in ModuleState(self.module).tensors.values())
 
     def micro_batch_begins(self) -> None:
         """See `TrainingEngine`. Loaders with micro-batches are refused when the step begins."""
@@ -444,13 +444,14 @@ class AsyncEngine(Engine):
         """`gather_full_parameters`, and this worker's own buffers."""
         if rank0_only and self._session.rank != 0:
             return {}
-        state: dict[str, torch.Tensor] = copy.deepcopy(self.module.state_dict())
+        own = ModuleState(self.module)
+        return {key: value for key, value in self._whole_state().items() if key not in own.left_out}
+
+    def _whole_state(self) -> Mapping[str, Any]:
+        own, state = ModuleState(self.module), dict(super()._whole_state())
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         values = self.gather_full_parameters()
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            if name in state:
-                state[name] = values[names[id(parameter)]]
-        return state
+        return state | {key: values[names[id(tensor)]] for key, tensor in own.tensors.items() if id(tensor) in names}
 
     def use_parameters(self, parameters: torch.Tensor | Mapping[str, torch.Tensor]) -> None:
         """See `Engine`. Only before the first step: after it the servers' values are the model's.

@@ -1,4 +1,5 @@
-"""A worker's own state for joiners: what the user registered, the optimizers' settings with the place in their schedule, and buffers.
+"""A worker's own state for joiners: what the user registered, the optimizers' settings with the place in their schedule,
+buffers, and the module's extra state.
 
 In synchronous training the state travels at borders, while all stand still. Here nobody does, and with ssp a member may be waiting for
 the very joiner that asks. So each worker keeps an offer open, a copy made at one of its last borders, and its donor's threads serve
@@ -27,6 +28,7 @@ from shoal_worker.asynchronous.optimizers import Optimizers
 from shoal_worker.elastic.generation import Peer
 from shoal_worker.elastic.schedulers_and_scalers import RegisteredState
 from shoal_worker.elastic.transfer import StateDonor, take_state
+from shoal_worker.engine.module_state import load_captured, other_entries
 from shoal_worker.engine.parameters import take_buffers
 
 _log = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ class Handover:
             return
         buffers = {name: each.detach().to("cpu", copy=True) for name, each in self._module.named_buffers(remove_duplicate=False)}
         state = {**copy.deepcopy({"registered": self._registered.capture(), **self._optimizers.schedules()}), "buffers": buffers}
+        state["extra"] = copy.deepcopy(other_entries(self._module))
         self._offer.close()
         self._offer.enter_context(self._donor.offering(state, self._donor.key))
         ended = time.monotonic()
@@ -72,7 +75,7 @@ class Handover:
             if state is not None:
                 self._optimizers.go_on_from(state)
                 self._registered.restore(state["registered"])
-                take_buffers(self._module, state["buffers"])
+                self._take_of_module(state)
                 return True
         return False
 
@@ -83,13 +86,13 @@ class Handover:
         Raises:
             StopTraining: this worker is to leave.
         """
-        if next(self._module.buffers(), None) is None:
+        if next(self._module.buffers(), None) is None and not other_entries(self._module):
             return
         deadline = time.monotonic() + self._job.patience.total_seconds()
         while (first := self._job.first_peer()) is not None:
             state = self._state_of(first)
             if state is not None:
-                take_buffers(self._module, state["buffers"])
+                self._take_of_module(state)
                 return
             if self._job.leaving:
                 raise self._job.departure()
@@ -100,6 +103,10 @@ class Handover:
                 )
                 return
             time.sleep(_PAUSE_S)
+
+    def _take_of_module(self, state: Any) -> None:
+        take_buffers(self._module, state["buffers"])
+        load_captured(self._module, state["extra"])
 
     def _state_of(self, peer: Peer) -> Any:
         """What a peer offers; None: nothing, or it could not be had."""

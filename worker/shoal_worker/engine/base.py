@@ -31,11 +31,12 @@ from shoal_worker.elastic.row_store import RowStore
 from shoal_worker.elastic.strategy_interface import StrategySession
 from shoal_worker.engine.buffers import kept_buffers
 from shoal_worker.engine.hidden_parameters import blank_copies, inside, want_gradients
+from shoal_worker.engine.module_state import ModuleState, check_model_fits, check_state_can_travel, load_captured
 from shoal_worker.engine.optimizer_state import load_optimizer, strided_like
 from shoal_worker.engine.parameters import agreed, named_values
 from shoal_worker.engine.passes import Loss, call_module
 from shoal_worker.engine.tentative_update import TentativeUpdate
-from shoal_worker.state.fits import check_fits, check_tensors_fit
+from shoal_worker.state.fits import check_fits
 from shoal_worker.state.tree import StatePart
 
 # ----------------------------------------------------------------------------------------------------------------------------- the engine
@@ -75,6 +76,8 @@ class Engine(abc.ABC):
 
     asynchronous: ClassVar[bool] = False
     """See `TrainingEngine`."""
+    keeps_parameters_whole: ClassVar[bool] = False
+    """The module's own `state_dict()` finds the parameters' newest values between steps, as torch's does."""
 
     def __init__(self, setup: Setup) -> None:
         """Lays the module out over the ranks.
@@ -88,6 +91,7 @@ class Engine(abc.ABC):
         self.config = setup.config
         self.optimizer: torch.optim.Optimizer | None = None
         """The user's; None: there is none, or `attach` is to come."""
+        check_state_can_travel(setup.module, setup.strategy, whole=self.keeps_parameters_whole)
         self._setup = setup
         self._session = setup.session
         self._options = setup.options
@@ -173,6 +177,10 @@ class Engine(abc.ABC):
         """See `ShardedModel.full_state_dict`."""
         return {} if rank0_only and self._session.rank != 0 else copy.deepcopy(self.module.state_dict())
 
+    def _whole_state(self) -> Mapping[str, Any]:
+        """Copies of all of the module's state, with the parameters that its own `state_dict()` leaves out."""
+        return copy.deepcopy(ModuleState(self.module).captured())
+
     @property
     def local_shard(self) -> dict[str, torch.Tensor]:
         """See `ShardedModel.local_shard`."""
@@ -181,11 +189,11 @@ class Engine(abc.ABC):
     def load_full(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """See `ShardedModel.load_full`."""
         self._check_fits(tensors)
-        self.module.load_state_dict(tensors)
+        load_captured(self.module, tensors)
 
-    def _check_fits(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raises CorruptDataError unless these are the tensors of the module's state dict."""
-        check_tensors_fit(tensors, self.module, {name: value.shape for name, value in self.module.state_dict().items()})
+    def _check_fits(self, tensors: Mapping[str, Any]) -> None:
+        """Raises CorruptDataError unless this is a state of the module."""
+        check_model_fits(tensors, self.module, ModuleState(self.module).shapes())
 
     def use_parameters(self, parameters: torch.Tensor | Mapping[str, torch.Tensor]) -> None:
         """See `ShardedModel.with_parameters`."""
@@ -205,11 +213,10 @@ class Engine(abc.ABC):
 
     def clone(self, remake: Callable[[nn.Module], nn.Module]) -> nn.Module:
         """A copy of the whole module as it is now. `remake`: makes a `ShardedModel` of the same strategy from a module."""
-        state = self.full_state_dict()
+        state = self._whole_state()
         copied = copy.deepcopy(self.module, blank_copies(self.module))
-        for name, tensor in copied.state_dict(keep_vars=True).items():
-            if isinstance(tensor, torch.Tensor):
-                tensor.data = state[name]  # in place of what lies here, which may be a part, or nothing
+        for key, tensor in ModuleState(copied).tensors.items():
+            tensor.data = state[key]  # in place of what lies here, which may be a part, or nothing
         return copied
 
     def layout(self) -> dict[str, Any]:

@@ -20,6 +20,8 @@ import torch
 from shoal_common.errors import ConfigurationError
 from torch import nn
 
+from shoal_worker.engine.module_state import ModuleState
+
 _LARGEST_CHANGE: Final = 2.0**40
 """The mean over 4000 ranks of integers up to this, in float64, is off by less than a half."""
 
@@ -28,7 +30,7 @@ class CommittedBuffers:
     """Owned by the training thread. Flat tensors hold the floating-point buffers first, then the counters."""
 
     def __init__(self, module: nn.Module) -> None:
-        persistent = {id(t) for t in module.state_dict(keep_vars=True).values()}
+        persistent = {id(tensor) for tensor in ModuleState(module).tensors.values()}
         floats: list[tuple[nn.Module, str]] = []
         counters: list[tuple[nn.Module, str]] = []
         others: list[tuple[nn.Module, str]] = []

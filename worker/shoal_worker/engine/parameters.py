@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from shoal_worker.elastic.group_members import GroupMembers
 from shoal_worker.engine.hidden_parameters import hooks_of
+from shoal_worker.engine.module_state import ModuleState
 from shoal_worker.state.digest import state_digest
 
 if TYPE_CHECKING:
@@ -225,8 +226,8 @@ def has_values(module: nn.Module) -> bool:
 
 def unsaved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers that state_dict leaves out (persistent=False), by name."""
-    saved = module.state_dict(keep_vars=True)
-    return {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if name not in saved}
+    saved = {id(tensor) for tensor in ModuleState(module).tensors.values()}
+    return {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if id(buffer) not in saved}
 
 
 def take_unsaved(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:

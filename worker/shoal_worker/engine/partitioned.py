@@ -32,6 +32,7 @@ from shoal_worker.elastic.step import Step, StepPhase
 from shoal_worker.elastic.told_loss import read_later
 from shoal_worker.engine.base import Engine, Setup
 from shoal_worker.engine.hidden_parameters import Whereabouts, guard_parts, inside, is_hidden
+from shoal_worker.engine.module_state import ModuleState
 from shoal_worker.engine.parameters import check_optimizer_covers, check_trains, has_values, materialize, named_values
 from shoal_worker.engine.passes import Loss
 from shoal_worker.engine.state_in_parts import StateInParts
@@ -433,18 +434,28 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     def gather_full_parameters(self) -> dict[str, torch.Tensor]:
         """See `ShardedModel`. Every rank calls it."""
-        whole = self.full_state_dict()
-        return {name: whole[name] for name in dict.fromkeys(self._parameter_names().values())}
+        whole, keys = self._whole_state(), self._named_state().keys
+        return {name: whole[keys[name]] for name in dict.fromkeys(self._parameter_names().values())}
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """See `ShardedModel`. Every rank calls it."""
-        whole: dict[str, torch.Tensor] = {}
+        whole = self._whole_state(rank0_only=rank0_only)
+        for name in self._named_state().left_out:
+            whole.pop(name, None)
+        return whole
+
+    def _named_state(self) -> ModuleState:
+        """Under which names the module's state has what: of its values nothing is asked."""
+        return ModuleState(self.module)
+
+    def _whole_state(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        whole: dict[str, Any] = {}
 
         def body(channel: Channel) -> None:
             values = self._held.values(channel)
             whole.clear()
             if not rank0_only or channel.rank == 0:
-                whole.update({name: value.detach().clone() for name, value in values.items()})
+                whole.update({key: copy.deepcopy(value) for key, value in values.items()})
             channel.exchange(b"")  # who comes out of this knows that all have theirs
 
         self._session.operation("full_state_dict", body)
@@ -469,6 +480,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
     @torch.no_grad()
     def load_full(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """See `ShardedModel`."""
+        if not self._named_state().left_out.keys() <= tensors.keys():
+            tensors = self._whole_state() | dict(tensors)
         self._held.load_values(tensors)
         self._commit_buffers()
 
@@ -494,7 +507,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     def use_parameters(self, parameters: torch.Tensor | Mapping[str, torch.Tensor]) -> None:
         """See `Engine`."""
-        whole, names = self.full_state_dict(), self._parameter_names()
-        own = {first: whole[first] for first in dict.fromkeys(names.values())}
+        whole, names = self._whole_state(), self._parameter_names()
+        keys = self._named_state().keys
+        own = {first: whole[keys[first]] for first in dict.fromkeys(names.values())}
         replaced = self.agreed("with_parameters", lambda: named_values(parameters, own))
-        self.load_full(whole | {name: replaced[first] for name, first in names.items() if first in replaced})
+        self.load_full(whole | {keys[name]: replaced[first] for name, first in names.items() if first in replaced})

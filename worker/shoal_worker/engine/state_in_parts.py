@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from shoal_worker.elastic.channel import Channel
-from shoal_worker.state.fits import check_fits, check_tensors_fit
+from shoal_worker.engine.module_state import check_model_fits
+from shoal_worker.state.fits import check_fits
 
 Settings = list[dict[str, Any]]
 """Hyper-parameters of an optimizer's parameter groups, without their parameters."""
@@ -44,8 +45,8 @@ class StateInParts(abc.ABC):
         return [piece for group in (self.optimizer.param_groups if self.optimizer is not None else []) for piece in group["params"]]
 
     @abc.abstractmethod
-    def _shapes(self) -> Mapping[str, torch.Size]:
-        """Shapes of the tensors of the model's state dict when they are whole."""
+    def _shapes(self) -> Mapping[str, torch.Size | None]:
+        """Shapes of the tensors of the model's state when they are whole; None for what else is in it."""
 
     @abc.abstractmethod
     def _group_shapes(self) -> Sequence[Sequence[torch.Size]]:
@@ -57,8 +58,8 @@ class StateInParts(abc.ABC):
         if state["optimizer"] is not None:
             self._check_optimizer(state["optimizer"])
 
-    def _check_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        check_tensors_fit(tensors, self.module, self._shapes())
+    def _check_values(self, tensors: Mapping[str, Any]) -> None:
+        check_model_fits(tensors, self.module, self._shapes())
 
     def _check_optimizer(self, saved: Mapping[str, Any]) -> None:
         if self.optimizer is not None:

@@ -29,6 +29,7 @@ from shoal_worker.elastic.step import CONTROL_LENGTH, Step
 from shoal_worker.engine.base import Engine
 from shoal_worker.engine.failed_collectives import LosingStep
 from shoal_worker.engine.hidden_parameters import gradient_of, guard_parts, refuse_loading
+from shoal_worker.engine.module_state import ModuleState
 from shoal_worker.engine.parameters import take_unsaved
 from shoal_worker.engine.partitioned import Closing
 from shoal_worker.engine.tentative_update import TentativeUpdate
@@ -77,6 +78,9 @@ class MeshEngine(MeshPasses):
         for name, parameter in self._held.parameters.items():
             yield name, parameter, self._held.is_trained(name)
 
+    def _named_state(self) -> ModuleState:
+        return ModuleState(self._template.module)
+
     def _parameter_names(self) -> dict[str, str]:
         template = self._template
         return {name: first for name, first in template.first_names.items() if first in template.parameter_names}
@@ -101,7 +105,10 @@ class MeshEngine(MeshPasses):
     def capture(self) -> dict[str, Any]:
         """See `TrainingEngine`. Before the first step all of the state; from then on what every rank has of it."""
         if not self.in_parts:
-            own = {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict() if self.optimizer is not None else None}
+            own = {
+                "model": ModuleState(self.module).captured(),
+                "optimizer": self.optimizer.state_dict() if self.optimizer is not None else None,
+            }
             unsaved = self._held.unsaved() if self._parts is not None else {}
             return own | {"applied": self._applied} | ({"buffers": unsaved} if unsaved else {})
         return {"unsaved": self._held.unsaved(), "settings": self._held.settings, "applied": self._applied}
@@ -188,7 +195,8 @@ class MeshEngine(MeshPasses):
         """
         held, axes = self._held, self.layouts.axes(group.world_size)
         at = axes.at(group.rank)
-        taken = held.take(group if gathered else LocalChannel(), axes, at)
+        channel = group if gathered else LocalChannel()
+        taken, beside = held.take(channel, axes, at), held.gather_beside(channel)
         mesh = RankMesh(group, axes, self._session, self._plan.sharding) if at is not None else None
         if mesh is not None:
             self._release()
@@ -199,6 +207,7 @@ class MeshEngine(MeshPasses):
         if mesh is None:
             self._release()
             held.drop()
+        held.load_beside(beside)
 
     def _release(self) -> None:
         old, self._mesh = self._mesh, None
@@ -417,7 +426,7 @@ class MeshEngine(MeshPasses):
 
     def clone(self, remake: Callable[[nn.Module], nn.Module]) -> nn.Module:
         """See `Engine`: a plain module, as the user wrote it."""
-        return self._whole_module(self.full_state_dict())
+        return self._whole_module(self._whole_state())
 
     def whole_parameters(self) -> list[tuple[torch.Tensor, torch.Size]]:
         """See `Engine`."""

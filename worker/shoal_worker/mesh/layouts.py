@@ -17,6 +17,7 @@ from shoal_common.errors import ConfigurationError
 from torch import nn
 
 from shoal_worker.config import ShardingConfiguration
+from shoal_worker.engine.module_state import ModuleState, load_captured
 from shoal_worker.engine.parameter_groups import ParameterGroup
 from shoal_worker.pipelining.partial import empty_on
 from shoal_worker.pipelining.pipeline import PipelineSettings
@@ -124,29 +125,28 @@ class Template:
     names: tuple[str, ...] = field(init=False)
     """Names of the tensors of the state, parameters first; tied ones once, under the first of their names."""
     first_names: Mapping[str, str] = field(init=False)
-    """By each key of the state dict."""
+    """By each name that a tensor has in the module."""
+    keys: Mapping[str, str] = field(init=False)
+    """By each key of the state dict that is a tensor's: that tensor's name."""
     parameter_names: frozenset[str] = field(init=False)
     tied_parameters: frozenset[str] = field(init=False)
     """Further names of parameters."""
     _tensors: Mapping[str, torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        state = self.module.state_dict(keep_vars=True)
-        odd = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
-        if odd:
-            raise ConfigurationError(f"the state {odd[:5]} is no tensor, and so cannot be cut over ranks: keep it outside of the model")
+        state, named = ModuleState(self.module), named_tensors(self.module)
         first: dict[int, str] = {}
         for name, parameter in self.module.named_parameters():
             first[id(parameter)] = name
         parameters = frozenset(first.values())
-        for name, tensor in state.items():
-            first.setdefault(id(tensor), name)
+        for name in state.keys:
+            first.setdefault(id(named[name]), name)
         object.__setattr__(self, "names", tuple(first.values()))
-        object.__setattr__(self, "first_names", {name: first[id(tensor)] for name, tensor in state.items()})
+        object.__setattr__(self, "first_names", {name: first[id(named[name])] for name in state.keys})
+        object.__setattr__(self, "keys", {key: first[id(tensor)] for key, tensor in state.tensors.items()})
         object.__setattr__(self, "parameter_names", parameters)
-        ties = {name for name, tensor in state.items() if first[id(tensor)] in parameters and name not in parameters}
+        ties = {name for name, one in self.first_names.items() if one in parameters and name not in parameters}
         object.__setattr__(self, "tied_parameters", frozenset(ties))
-        named = named_tensors(self.module)
         object.__setattr__(self, "_tensors", {name: named[name] for name in self.names})
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -248,9 +248,7 @@ class Blueprint:
 # The module as the user wrote it, whole, beside this rank's part of it: for evaluation, for copies, and to stand in.
 
 
-def whole_module(
-    template: Template, values: Mapping[str, torch.Tensor], unsaved: Mapping[str, torch.Tensor], device: torch.device
-) -> nn.Module:
+def whole_module(template: Template, values: Mapping[str, Any], unsaved: Mapping[str, torch.Tensor], device: torch.device) -> nn.Module:
     """A new module with these values. `unsaved`: buffers that are no part of its state dict."""
     whole = copy.deepcopy(template.module).to_empty(device=device)
     for first, second in template.first_names.items():  # to_empty makes tied ones several
@@ -258,7 +256,7 @@ def whole_module(
         source, _, own = second.rpartition(".")
         if first != second and first in template.tied_parameters:
             setattr(whole.get_submodule(owner), name, whole.get_submodule(source)._parameters[own])
-    whole.load_state_dict(values)
+    load_captured(whole, values)
     buffers = dict(whole.named_buffers())
     for name, value in unsaved.items():
         buffers[name].copy_(value)
@@ -268,7 +266,7 @@ def whole_module(
 def zeros(template: Template) -> dict[str, torch.Tensor]:
     """Values for a module whose answers nobody uses: all zero."""
     tensors = template.tensors()
-    return {key: torch.zeros(tensors[first].shape) for key, first in template.first_names.items()}
+    return {key: torch.zeros(tensors[first].shape) for key, first in template.keys.items()}
 
 
 # ------------------------------------------------------------------------------------------------------------------ how ranks are divided

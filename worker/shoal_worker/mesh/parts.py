@@ -27,6 +27,7 @@ from shoal_worker.engine.hidden_parameters import (
     show,
     show_gradient,
 )
+from shoal_worker.engine.module_state import ModuleState, load_captured, other_entries
 from shoal_worker.engine.optimizer_state import as_made_by, is_element
 from shoal_worker.engine.parameter_groups import checkpoint_activations
 from shoal_worker.engine.parameters import unsaved_buffers
@@ -38,6 +39,8 @@ from shoal_worker.mesh.step_group import GroupMesh
 from shoal_worker.pipelining.partial import empty_on
 from shoal_worker.pipelining.split import named_tensors
 from shoal_worker.state.digest import digest_of, state_tensors
+from shoal_worker.state.serial import dump_tensors, load_tensors
+from shoal_worker.state.tree import flatten, unflatten
 from shoal_worker.tensor_parallel.context import DropoutRandomness
 from shoal_worker.tensor_parallel.layers import parallelize, unparallelize
 
@@ -173,6 +176,8 @@ class ModelParts(StateInParts):
         """Parts of the cuts before, the newest first, until the next commit (of several cuts, if one after another failed half way), and
         copies of what one other rank holds alone."""
         self._blueprints: dict[Axes, Blueprint] = {}
+        self._beside = frozenset(other_entries(module))
+        """Keys of the module's extra state."""
         self._own_pieces()
 
     def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -298,7 +303,7 @@ class ModelParts(StateInParts):
         told = channel.exchange(b"whole" if self.is_whole else b"")
         if all(told) or not any(told):
             return False
-        state = self._as_one_process(gather(channel, self.held(), self.blueprint_for))
+        state = self._as_one_process(channel)
         if self.is_whole:
             return False
         self.take_whole(state)
@@ -306,7 +311,7 @@ class ModelParts(StateInParts):
 
     def gather_whole(self, channel: Channel) -> dict[str, Any]:
         """Returns the whole state, put together from the parts that the ranks hold; for `take_whole`. A collective. Raises as `gather`."""
-        state = self._as_one_process(gather(channel, self.held(), self.blueprint_for))
+        state = self._as_one_process(channel)
         channel.exchange(b"")  # all have it: what this rank holds is needed until then
         return state
 
@@ -395,9 +400,10 @@ class ModelParts(StateInParts):
         if self.optimizer is not None:
             self.data_axis.use(self.optimizer, self._group_names, {name: own for name, own in state.items() if own})
 
-    def _shapes(self) -> dict[str, torch.Size]:
+    def _shapes(self) -> dict[str, torch.Size | None]:
         tensors = self.template.tensors()
-        return {key: tensors[first].shape for key, first in self.template.first_names.items()}
+        beside: dict[str, torch.Size | None] = dict.fromkeys(self._beside)
+        return {key: tensors[first].shape for key, first in self.template.keys.items()} | beside
 
     def _group_shapes(self) -> list[list[torch.Size]]:
         tensors = self.template.tensors()
@@ -408,7 +414,9 @@ class ModelParts(StateInParts):
         """See `StateInParts`."""
         self._check_values(tensors)
         self._before = []  # which is of the values before
-        self._put_values({name: self._own_part(name, tensors[name]) for name in self.template.names if self._is_here(name)})
+        key_of = {first: key for key, first in self.template.keys.items()}
+        self._put_values({name: self._own_part(name, tensors[key_of[name]]) for name in self.template.names if self._is_here(name)})
+        self.load_beside({key: value for key, value in tensors.items() if key not in self.template.keys})
 
     @torch.no_grad()
     def load_optimizer(self, saved: Mapping[str, Any]) -> None:
@@ -448,11 +456,12 @@ class ModelParts(StateInParts):
         if self.is_whole or self.is_empty:
             optimizer = self.optimizer.state_dict() if self.optimizer is not None else None
             return {"model": self.values(channel), "optimizer": optimizer}
-        return self._as_one_process(gather(channel, self.held(), self.blueprint_for))
+        return self._as_one_process(channel)
 
-    def _as_one_process(self, gathered: Iterable[WholeTensor]) -> dict[str, Any]:
-        wholes = {one.name: one for one in gathered}
-        model = {key: wholes[first].value for key, first in self.template.first_names.items()}
+    def _as_one_process(self, channel: Channel) -> dict[str, Any]:
+        wholes = {one.name: one for one in gather(channel, self.held(), self.blueprint_for)}
+        model: dict[str, Any] = {key: wholes[first].value for key, first in self.template.keys.items()}
+        model |= self.gather_beside(channel)
         if self.optimizer is None:
             return {"model": model, "optimizer": None}
         state: dict[int, dict[str, Any]] = {}
@@ -472,16 +481,41 @@ class ModelParts(StateInParts):
         if not self.is_whole and not self.is_empty:
             for _ in gather(channel, self.held(), self.blueprint_for):
                 pass
+            self.gather_beside(channel)
 
-    def values(self, channel: Channel) -> dict[str, torch.Tensor]:
+    def gather_beside(self, channel: Channel) -> dict[str, Any]:
+        """Returns the module's extra state, each module's as the first rank has it that runs that module. A collective, for which every
+        rank of `channel` calls it."""
+        if not self._beside:
+            return {}
+        here = {key: value for key, value in other_entries(self.module).items() if self._runs(key)}
+        structure, tensors = flatten(here)
+        merged: dict[str, Any] = {}
+        for told in channel.exchange(dump_tensors(tensors, {"structure": structure})):
+            theirs, metadata = load_tensors(told)
+            merged = unflatten(metadata["structure"], theirs) | merged
+        return merged
+
+    def _runs(self, key: str) -> bool:
+        """Whether this rank runs the module that has the extra state `key`."""
+        if self.cut is None or self.blueprint is None:
+            return bool(self.pieces)
+        return self.blueprint.share(self.cut.at).runs(key.rpartition(".")[0])
+
+    def load_beside(self, values: Mapping[str, Any]) -> None:
+        """Takes over the module's extra state, as `gather_beside` gave it."""
+        if values:
+            load_captured(self.module, values)
+
+    def values(self, channel: Channel) -> dict[str, Any]:
         """See `StateInParts`."""
         if self.is_whole:
-            return dict(self.module.state_dict())
+            return ModuleState(self.module).captured()
         if self.is_empty:  # a spare, whose answer nobody uses
             shapes = self.template.tensors()
-            return {key: torch.zeros_like(shapes[first], device=self._device) for key, first in self.template.first_names.items()}
+            return {key: torch.zeros_like(shapes[first], device=self._device) for key, first in self.template.keys.items()}
         wholes = {one.name: one.value for one in gather(channel, self.held(), self.blueprint_for, state=False)}
-        return {key: wholes[first] for key, first in self.template.first_names.items()}
+        return {key: wholes[first] for key, first in self.template.keys.items()} | self.gather_beside(channel)
 
     def unsaved(self) -> dict[str, torch.Tensor]:
         """Buffers that no state dict has: every rank keeps them."""

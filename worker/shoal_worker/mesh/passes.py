@@ -274,5 +274,5 @@ class MeshPasses(PartitionedEngine[ModelParts, Closing]):
             return self._laid_out.predict(inputs)
         return call_module(self._stand_in(), inputs)
 
-    def _whole_module(self, values: Mapping[str, torch.Tensor]) -> nn.Module:
+    def _whole_module(self, values: Mapping[str, Any]) -> nn.Module:
         return whole_module(self._template, values, self._held.unsaved(), self._session.device)

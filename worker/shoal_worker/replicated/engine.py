@@ -28,6 +28,7 @@ from shoal_worker.engine.base import Engine, Setup
 from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.engine.compressed import compression_of
 from shoal_worker.engine.failed_collectives import LosingStep
+from shoal_worker.engine.module_state import ModuleState, load_captured
 from shoal_worker.engine.optimizer_state import load_optimizer
 from shoal_worker.engine.parameters import (
     ModuleMembers,
@@ -55,6 +56,8 @@ _CLEAR = "Call optimizer.zero_grad() in every step; to accumulate over several b
 
 class ReplicatedEngine(Engine):
     """A replica of the whole model on every rank."""
+
+    keeps_parameters_whole = True
 
     def __init__(self, setup: Setup, tables: StepTables | None = None) -> None:
         """`tables`: the module's sparse ones; None: it has none."""
@@ -171,7 +174,7 @@ class ReplicatedEngine(Engine):
     def capture(self) -> dict[str, Any]:
         """See `TrainingEngine`."""
         captured: dict[str, Any] = {
-            "model": self.module.state_dict(),
+            "model": ModuleState(self.module).captured(),
             "optimizer": self.optimizer.state_dict() if self.optimizer is not None else None,
         }
         if self._compression is not None:
@@ -198,11 +201,12 @@ class ReplicatedEngine(Engine):
         if not self.has_values():
             materialize(self.module, self.optimizer, self._session.device, buffers=state.get("buffers"))
             self._members = ModuleMembers(self.module)
-        with torch.no_grad():
-            self.module.load_state_dict(state["model"])
+        load_captured(self.module, state["model"])
         take_unsaved(self.module, state.get("buffers", {}))
         if self.optimizer is not None and state["optimizer"] is not None:
-            load_optimizer(self.optimizer, state["optimizer"], exact=_dtypes(state["model"]) == _dtypes(self.module.state_dict()))
+            own = ModuleState(self.module).tensors
+            alike = all(each.dtype == state["model"][key].dtype for key, each in own.items() if key in state["model"])
+            load_optimizer(self.optimizer, state["optimizer"], exact=alike)
         if self._compression is not None:
             self._compression.restore(state.get("compression"))
         if self._tables is not None:
@@ -219,7 +223,7 @@ class ReplicatedEngine(Engine):
         """See `TrainingEngine`: all of it."""
         optimizer = self.optimizer
         moments = state_tensors(optimizer.state, self.module.parameters()) if optimizer is not None else ()
-        return {"the model": digest_of(_saved(self.module)), "the optimizer's state": digest_of(moments)}
+        return {"the model": digest_of(ModuleState(self.module).tensors.values()), "the optimizer's state": digest_of(moments)}
 
     def has_values(self) -> bool:
         """See `TrainingEngine`."""
@@ -416,11 +420,3 @@ class ReplicatedEngine(Engine):
     def clone(self, remake: Callable[[nn.Module], nn.Module]) -> nn.Module:
         """See `Engine`: another `ShardedModel`, with which no rank trains."""
         return remake(copy.deepcopy(self.module))
-
-
-def _saved(module: nn.Module) -> Iterator[torch.Tensor]:
-    return (value for value in module.state_dict().values() if isinstance(value, torch.Tensor))
-
-
-def _dtypes(tensors: Mapping[str, Any]) -> dict[str, torch.dtype]:
-    return {name: value.dtype for name, value in tensors.items() if isinstance(value, torch.Tensor)}

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from shoal_common.errors import MembershipChanged, PreconditionError
 from shoal_common.failpoints import failpoint
+from torch import nn
 
 from shoal_worker.elastic.channel import Channel, LocalChannel
 from shoal_worker.elastic.group import Group
@@ -27,6 +28,7 @@ from shoal_worker.elastic.step import StepPhase
 from shoal_worker.elastic.told_loss import read_later
 from shoal_worker.engine.base import Setup
 from shoal_worker.engine.failed_collectives import LosingStep, come_after
+from shoal_worker.engine.module_state import ModuleState
 from shoal_worker.engine.optimizer_state import load_optimizer
 from shoal_worker.engine.passes import Loss, call_module, loss_of
 from shoal_worker.replicated.buckets import AccumulatedReduction
@@ -200,9 +202,8 @@ class LocalSGDEngine(ReplicatedEngine):
 
     def _averaged(self) -> list[torch.Tensor]:
         """What the round has changed: parameters, then statistics and counters in buffers."""
-        parameters = {id(p) for p in self.module.parameters()}
-        saved = (value for value in self.module.state_dict(keep_vars=True).values() if isinstance(value, torch.Tensor))
-        buffers = {id(value): value for value in saved if id(value) not in parameters}
+        saved = ModuleState(self.module).tensors.values()
+        buffers = {id(tensor): tensor for tensor in saved if not isinstance(tensor, nn.Parameter)}
         statistics = [b for b in buffers.values() if b.is_floating_point() or b.dtype == torch.int64]
         return [*self._round.trained.values(), *statistics]
 
@@ -320,7 +321,7 @@ class LocalSGDEngine(ReplicatedEngine):
         add = adding(channel)
         if self._round.steps > 0:
             with self.whole_for(channel):
-                captured["model"] = copy.deepcopy(self.module.state_dict())
+                captured["model"] = copy.deepcopy(ModuleState(self.module).captured())
         if self.optimizer is not None:
             mean = mean_optimizer_state(captured["optimizer"]["state"], channel.exchange, add, torch.device("cpu"))
             captured["optimizer"] = {**captured["optimizer"], "state": mean}
@@ -351,20 +352,27 @@ class LocalSGDEngine(ReplicatedEngine):
 
     def gather_full_parameters(self) -> dict[str, torch.Tensor]:
         """See `ShardedModel`. Every rank calls it."""
-        whole = self.full_state_dict()
-        return {name: whole[name] for name, _ in self.module.named_parameters()}
+        return self._means(lambda: {name: p.detach() for name, p in self.module.named_parameters()})
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """See `ShardedModel`. Every rank calls it; inside of a round it gives the ranks' means."""
-        whole: dict[str, torch.Tensor] = {}
+        whole = self._means(self.module.state_dict)
+        return {} if rank0_only and self._session.rank != 0 else whole
+
+    def _whole_state(self) -> Mapping[str, Any]:
+        return self._means(lambda: ModuleState(self.module).captured())
+
+    def _means(self, read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """Copies of what `read` gives while the module has the ranks' means."""
+        whole: dict[str, Any] = {}
 
         def body(channel: Channel) -> None:
             whole.clear()
             with self.whole_for(channel):
-                whole.update(copy.deepcopy(self.module.state_dict()))
+                whole.update(copy.deepcopy(read()))
 
         self._session.operation("full_state_dict", body)
-        return {} if rank0_only and self._session.rank != 0 else whole
+        return whole
 
 
 def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:

@@ -21,6 +21,7 @@ from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.group_members import GroupMembers
 from shoal_worker.engine.hidden_parameters import inside
 from shoal_worker.engine.holders import ShardsLostError
+from shoal_worker.engine.module_state import ModuleState, load_captured
 from shoal_worker.engine.optimizer_state import is_element
 from shoal_worker.engine.parameters import unsaved_buffers
 from shoal_worker.engine.state_in_parts import StateInParts
@@ -219,10 +220,9 @@ class ShardedState(StateInParts):
 
     def capture_common(self) -> dict[str, Any]:
         """What is the same on all ranks: buffers, and the optimizer's settings and counts."""
-        parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
         return {
             "unsaved": unsaved_buffers(self.module),
-            "buffers": {name: value for name, value in self._named_tensors().items() if name not in parameters},
+            "buffers": ModuleState(self.module).beside_parameters(),
             "settings": self.settings,
             "scalars": [[{} for _ in unit.parameters] if self.whole_tensors else self._state.scalars(unit) for unit in self.units],
             "keys": [{k: str(v).removeprefix("torch.") for k, v in self._state.element_keys(unit).items()} for unit in self.units],
@@ -231,7 +231,7 @@ class ShardedState(StateInParts):
     def restore_common(self, state: Mapping[str, Any]) -> None:
         """Takes over what `capture_common` gave on a peer. A rank that has cut nothing holds nothing afterwards: its shards come by
         `regroup`."""
-        self.module.load_state_dict(state["buffers"], strict=False)
+        load_captured(self.module, state["buffers"])
         self.settings = state["settings"]
         if self.whole:
             self.cut = None
@@ -278,7 +278,7 @@ class ShardedState(StateInParts):
         self.check(state)
         for unit in self.units:
             unit.make_whole()
-        self.module.load_state_dict(state["model"])
+        load_captured(self.module, state["model"])
         if state["optimizer"] is not None and self.optimizer is not None:
             self.load_optimizer(state["optimizer"])
         self.cut, self._before, self._copies = WHOLE, None, []
@@ -296,7 +296,7 @@ class ShardedState(StateInParts):
     def values(self, channel: Channel) -> dict[str, torch.Tensor]:
         """See `StateInParts`."""
         if self.cut is None:
-            return self._named_tensors()
+            return ModuleState(self.module).captured()
         return self._named(self._whole_values(channel))
 
     def _whole_values(self, channel: Channel) -> list[dict[str, torch.Tensor]]:
@@ -349,30 +349,24 @@ class ShardedState(StateInParts):
         """See `StateInParts`."""
         self._check_values(tensors)
         self._before, self._copies = None, []  # which are of the values before
-        names = {id(p): name for name, p in self.module.named_parameters()}
+        keys = {id(tensor): key for key, tensor in ModuleState(self.module).tensors.items() if key in tensors}
         for unit in self.units:
-            unit.load([tensors[names[id(p)]] for p in unit.parameters])
-        parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        self.module.load_state_dict({name: value for name, value in tensors.items() if name not in parameters}, strict=False)
+            unit.load([tensors[keys[id(p)]] for p in unit.parameters])
+        beside = ModuleState(self.module).beside_parameters()
+        load_captured(self.module, {key: value for key, value in tensors.items() if key in beside})
 
-    def _shapes(self) -> dict[str, torch.Size]:
+    def _shapes(self) -> dict[str, torch.Size | None]:
         shapes = {id(p): shape for unit in self.units for p, shape in zip(unit.parameters, unit.layout.shapes, strict=True)}
-        parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        named = self._named_tensors()
-        return {name: shapes[id(parameters[name])] if name in parameters else value.shape for name, value in named.items()}
+        state = ModuleState(self.module)
+        return state.shapes() | {key: shapes[id(tensor)] for key, tensor in state.tensors.items() if id(tensor) in shapes}
 
-    def _named_tensors(self) -> dict[str, Any]:
-        """The module's state dict, with what is here of its parameters: perhaps nothing."""
-        with inside():
-            return dict(self.module.state_dict())
-
-    def _named(self, wholes: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """The module's state dict with these values of its parameters."""
+    def _named(self, wholes: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, Any]:
+        """The module's state with these values of its parameters."""
         views = {
             id(parameter): view
             for unit, whole in zip(self.units, wholes, strict=True)
             for parameter, view in zip(unit.parameters, unit.layout.over(1).views(whole[VALUES]), strict=True)
         }
-        parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        named = self._named_tensors()
-        return {name: views[id(parameters[name])] if name in parameters else value for name, value in named.items()}
+        state = ModuleState(self.module)
+        named = {key: views[id(tensor)] for key, tensor in state.tensors.items() if id(tensor) in views}
+        return {key: named.get(key, value) for key, value in state.captured().items()}

@@ -23,6 +23,7 @@ from shoal_worker.engine.model_session import ModelSession
 from shoal_worker.engine.parameter_groups import checkpoint_activations
 from shoal_worker.engine.passes import Loss
 from shoal_worker.state.serial import dump_tensors, load_tensors, read_tensors, write_file
+from shoal_worker.state.tree import flatten, unflatten
 from shoal_worker.strategies.declaration import Strategy
 
 
@@ -282,7 +283,11 @@ class ShardedModel(nn.Module):
 
     def serialize(self) -> bytes:
         """Parameters and buffers with the strategy's name and layout. Every rank calls it."""
-        return dump_tensors(self.full_state_dict(), self.get_model_metadata())
+        return self._dumped(self.full_state_dict())
+
+    def _dumped(self, state: Mapping[str, Any]) -> bytes:
+        structure, tensors = flatten(dict(state))
+        return dump_tensors(tensors, {**self.get_model_metadata(), "structure": structure})
 
     def deserialize(self, data: bytes) -> None:
         """Loads what `serialize` of any strategy gave. Every rank calls it, with the same bytes.
@@ -291,7 +296,7 @@ class ShardedModel(nn.Module):
             CorruptDataError: damaged, foreign or newer, or not of this model; nothing is changed.
             ConfigurationError: ranks were given different bytes; nothing is changed.
         """
-        self.load_full(self.engine.agreed("deserialize", lambda: load_tensors(data)[0]))
+        self.load_full(self.engine.agreed("deserialize", lambda: _loaded(*load_tensors(data))))
 
     def save_model(self, path: str | Path) -> None:
         """Writes `serialize()` to a file, atomically, on the first rank that holds the state. Every rank calls it; when it returns, the
@@ -300,10 +305,10 @@ class ShardedModel(nn.Module):
         Raises:
             UnavailableError (FILE_NOT_WRITTEN): on all ranks: the first one cannot write it.
         """
-        target, tensors = Path(path).absolute(), self.full_state_dict()
+        target, state = Path(path).absolute(), self.full_state_dict()
 
         def write() -> str | None:
-            return write_file(target, dump_tensors(tensors, self.get_model_metadata())) if self._session.is_first else None
+            return write_file(target, self._dumped(state)) if self._session.is_first else None
 
         def body(channel: Channel) -> str | None:
             refused: str | None = json.loads(channel.exchange(json.dumps(on_first(channel, write)).encode())[0])
@@ -315,7 +320,7 @@ class ShardedModel(nn.Module):
 
     def load_model(self, path: str | Path) -> None:
         """Reads a file of `save_model`, which every rank must see. Raises what `deserialize` raises."""
-        self.load_full(self.engine.agreed("load_model", lambda: read_tensors(Path(path))[0]))
+        self.load_full(self.engine.agreed("load_model", lambda: _loaded(*read_tensors(Path(path)))))
 
     def get_model_metadata(self) -> dict[str, Any]:
         """What the model is and how it is laid out; JSON-able."""
@@ -341,3 +346,9 @@ class ShardedModel(nn.Module):
     def data_parallel_size(self) -> int:
         """Number of replicas."""
         return self.engine.data_parallel_size
+
+
+def _loaded(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state that a file of `serialize` holds; one of an earlier release has tensors alone."""
+    state: Mapping[str, Any] = unflatten(metadata["structure"], tensors) if "structure" in metadata else tensors
+    return state

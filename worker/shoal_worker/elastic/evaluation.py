@@ -9,7 +9,6 @@ committed steps of the run: a count of the script's own starts from zero in a pr
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
@@ -33,25 +32,13 @@ from torch.utils.data import (
 
 from shoal_worker.elastic.divergence import evaluations_apart
 from shoal_worker.elastic.loader_interface import StepStatus
+from shoal_worker.modes import evaluating
 from shoal_worker.randomness import generators_kept, seed_generators
 from shoal_worker.state.digest import DRAWN, SAMPLES, STREAMED, identity_of
 
 if TYPE_CHECKING:
     from shoal_worker.elastic.channel import Channel
     from shoal_worker.elastic.session import Session
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """`model` is in evaluation mode inside. Afterwards each of its modules has its own mode again: users freeze some, BatchNorms say, by
-    `.eval()` on them alone, and `model.train()` would undo that."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def is_due(session: Session, every_steps: int, what: str) -> bool:
@@ -297,7 +284,7 @@ def evaluate(
         if len(set(dealings)) > 1:
             raise evaluations_apart(dealings)
         held = {n for _, numbers, _ in everyones_own for n in numbers}
-        with session.whole_for(channel):
+        with session.whole_for(channel), evaluating(model):  # eval() of a module's own may compute with its parameters
             compute(dealt(held, [end for _, _, end in everyones_own], channel.rank, channel.world_size))
         everyones: dict[int, Sums] = {}
         told = [json.loads(each) for each in channel.exchange(json.dumps([list(results.items()), ended()]).encode())]
@@ -306,9 +293,10 @@ def evaluate(
             everyones.update((number, sums) for number, sums in own)
         return _total(everyones[n] for n in sorted(everyones))
 
-    with evaluating(model), torch.no_grad():
+    with torch.no_grad():
         if session.is_joining:
-            compute(dealt((), (), 0, sys.maxsize), most=1)
+            with evaluating(model):
+                compute(dealt((), (), 0, sys.maxsize), most=1)
             return _total(results.values())
         total: Sums = session.operation("evaluate", body)
         return total

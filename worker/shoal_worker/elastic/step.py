@@ -74,11 +74,19 @@ def _digits(value: int, count: int) -> list[int]:
 _BORDER, _LOSS, _WEIGHT, _STOP, _LEAVING = range(5)
 """Places in a control word; see `Step.control_word`."""
 _OWN: Final = 5
-"""Numbers of a control word that are the step's own; the others say whether settings agree, and where the script stands."""
-_SETTINGS: Final = 4
-"""Numbers that say whether the ranks' optimizers have the same settings: two digits of a digest of them, and their squares."""
-CONTROL_LENGTH: Final = _OWN + _SETTINGS + PLACE_WORD_LENGTH
+"""Numbers of a control word that are the step's own; the others say whether settings agree, and writes, and where the script stands."""
+_DIGEST: Final = 4
+"""Numbers that say whether the ranks have the same digest: two digits of it, and their squares."""
+_SETTINGS: Final = _OWN
+_WRITES: Final = _SETTINGS + _DIGEST
+_PLACE: Final = _WRITES + _DIGEST
+CONTROL_LENGTH: Final = _PLACE + PLACE_WORD_LENGTH
 """Numbers in a control word. Summed over the ranks as float64, so whole numbers up to 2^53 are exact."""
+
+
+def _digest_word(digest: int) -> list[float]:
+    digits = [float(digit) for digit in _digits(digest, 2)]
+    return [*digits, *(digit * digit for digit in digits)]
 
 
 class StepPhase(enum.Enum):
@@ -132,6 +140,8 @@ class Step:
     """The servers have had its batch from another member, which died before it had said so (async_sgd)."""
     refused: ShoalError | None = None
     """Why its gradients cannot be used, on all ranks alike: the script is told so instead of the update, until it clears them."""
+    writes: int = 0
+    """Digest of what the passes wrote to parameters; 0: nothing."""
     pushed: Sequence[int] | None = None
     """Numbers of the leased batches that count with it: those of its round, or none before that one's last step. None: its own alone."""
 
@@ -157,14 +167,14 @@ class Step:
 
     def control_word(self, *, border_wanted: bool, stop_told: bool, leaving: bool, settings: int, place: ScriptPosition) -> list[float]:
         """What this rank adds: a border is wanted; its loss times its weight; that weight, if it told a loss; it was told that the job
-        stops; it was asked to leave; a digest of its optimizer's settings; where its script stands."""
+        stops; it was asked to leave; digests of its optimizer's settings, and of what its passes wrote; where its script stands."""
         weight = 0.0
         if self.share is not None and self.loss is not None:
             weight = self.micro_batches_weight if self.in_micro_batches else self.share.weight
         loss = float(self.loss) * weight if self.loss is not None and weight > 0 else 0.0
-        digits = [float(digit) for digit in _digits(settings, 2)]
+        digits = [*_digest_word(settings), *_digest_word(self.writes)]
         own = (float(border_wanted), loss, weight, float(stop_told), float(leaving))
-        return [*own, *digits, *(digit * digit for digit in digits), *place.word()]
+        return [*own, *digits, *place.word()]
 
     def fail(self, reason: str) -> None:
         """A collective of the step failed. Of a step whose outcome is known, that changes nothing."""
@@ -208,20 +218,25 @@ class Step:
     @property
     def all_leave(self) -> bool:
         """Every rank was asked to leave, as in an allocation that is taken back: they stop at the next border, together."""
-        return self.control is not None and self.control[_LEAVING] == self.control[_OWN + _SETTINGS]
+        return self.control is not None and self.control[_LEAVING] == self.control[_PLACE]
 
     @property
     def ranks_agree(self) -> bool:
         """All ranks that took part meant the same step."""
-        return self.control is None or agree(self.control[_OWN + _SETTINGS :])
+        return self.control is None or agree(self.control[_PLACE:])
 
     @property
     def settings_agree(self) -> bool:
         """The optimizers of all ranks that took part have the same settings."""
-        if self.control is None:
-            return True
-        ranks = self.control[_OWN + _SETTINGS]
-        return agree([ranks, *self.control[_OWN : _OWN + _SETTINGS]])
+        return self._agree(_SETTINGS)
+
+    @property
+    def writes_agree(self) -> bool:
+        """All ranks that took part wrote the same to the same parameters in their passes, or nothing."""
+        return self._agree(_WRITES)
+
+    def _agree(self, begins: int) -> bool:
+        return self.control is None or agree([self.control[_PLACE], *self.control[begins : begins + _DIGEST]])
 
     @property
     def mean_loss(self) -> float | None:

@@ -360,6 +360,8 @@ class StepLifecycle:
             raise self.steps_apart(step)
         if not step.settings_agree:
             raise settings_apart(self._held.registered.settings)
+        if not step.writes_agree:
+            raise self._held.engine.writes_apart()
         if step.refused is not None:
             raise step.refused
         self._apply(apply)

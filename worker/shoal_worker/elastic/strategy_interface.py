@@ -26,6 +26,7 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Protocol
 
 import torch
+from shoal_common.errors import ShoalError
 
 from shoal_worker.elastic.channel import Channel
 from shoal_worker.elastic.group import Group
@@ -229,8 +230,12 @@ class TrainingEngine(Protocol):
         """The step goes on, or counts: what was withdrawn is here again. Does nothing where nothing was."""
         ...
 
+    def writes_apart(self) -> ShoalError:
+        """The error for ranks whose passes have written different values to parameters. All ranks raise it."""
+        ...
+
     def discard_step(self) -> None:
-        """Puts back what the step changed: buffers, gradients."""
+        """Puts back what the step changed: buffers, written parameters, attributes and extra state of modules, gradients."""
         ...
 
     def commit_step(self) -> None:

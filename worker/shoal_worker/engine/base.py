@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from shoal_common.errors import ConfigurationError
+from shoal_common.errors import ConfigurationError, InternalError, ShoalError
 from torch import nn
 
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.elastic.channel import Channel
-from shoal_worker.elastic.evaluation import evaluating
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.loader_interface import Leases, StepStatus
 from shoal_worker.elastic.row_store import RowStore
@@ -36,6 +35,7 @@ from shoal_worker.engine.optimizer_state import load_optimizer, strided_like
 from shoal_worker.engine.parameters import agreed, named_values
 from shoal_worker.engine.passes import Loss, call_module
 from shoal_worker.engine.tentative_update import TentativeUpdate
+from shoal_worker.modes import evaluating
 from shoal_worker.state.fits import check_fits
 from shoal_worker.state.tree import StatePart
 
@@ -499,6 +499,10 @@ class Engine(abc.ABC):
 
     def reinstate_updates(self) -> None:
         """There is nothing to reinstate."""
+
+    def writes_apart(self) -> ShoalError:
+        """What a pass writes is refused, or stays this rank's own."""
+        return InternalError("ranks that compare no written parameters found them different")
 
     @abc.abstractmethod
     def discard_step(self) -> None: ...

@@ -195,6 +195,8 @@ class ModelSession:
             raise self._session.lifecycle.steps_apart(own)
         if not own.settings_agree:
             raise settings_apart(self._session.registered.settings)
+        if not own.writes_agree:
+            raise self.engine.writes_apart()
 
     @property
     def told_loss(self) -> SupportsFloat | None:

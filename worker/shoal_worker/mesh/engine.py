@@ -32,11 +32,14 @@ from shoal_worker.engine.hidden_parameters import gradient_of, guard_parts, refu
 from shoal_worker.engine.module_state import ModuleState
 from shoal_worker.engine.parameters import take_unsaved
 from shoal_worker.engine.partitioned import Closing
+from shoal_worker.engine.pass_writes import ModuleAttributes, WrittenParameters
 from shoal_worker.engine.tentative_update import TentativeUpdate
+from shoal_worker.mesh.data_axis import Replicated
 from shoal_worker.mesh.gradients import MeshGradients
 from shoal_worker.mesh.parts import ModelParts
 from shoal_worker.mesh.passes import MeshPasses
 from shoal_worker.mesh.rank_mesh import RankMesh, alone
+from shoal_worker.modes import modes_of, set_modes
 from shoal_worker.sharding.collectives import IssuedCollectives
 
 
@@ -58,6 +61,10 @@ class MeshEngine(MeshPasses):
 
     def _make_state(self) -> ModelParts:
         refuse_loading(self.module)
+        self._writes: list[WrittenParameters] = []
+        self._attributes = ModuleAttributes(self.module, numbers=False)
+        self._looked = False
+        """A step of this process was looked through for writes by way of `.data`."""
         return ModelParts(
             self.module,
             self._template,
@@ -136,6 +143,7 @@ class MeshEngine(MeshPasses):
             held.settings = state["settings"]
             self._applied = state["applied"]
         take_unsaved(self.module, state.get("buffers" if "model" in state else "unsaved", {}))
+        self._attributes.forget()
         self._commit_buffers()
 
     def _hand_out(self, closing: Closing) -> None:
@@ -258,6 +266,19 @@ class MeshEngine(MeshPasses):
         mesh.begin_step(self._applied + 1)
         if step.source is None:
             mesh.seed_step()
+        self._writes = [
+            WrittenParameters(self._held.parameters.items(), self.strategy, stay=False, compared=False),
+            WrittenParameters(
+                self._held.pieces.items(),
+                self.strategy,
+                stay=False,
+                compared=not self._looked and isinstance(self._held.data_axis, Replicated),
+            ),
+        ]
+        for writes in self._writes:
+            writes.begin()
+        if self._session.elastic:
+            self._attributes.begin()
 
     def micro_batch_begins(self) -> None:
         """See `TrainingEngine`."""
@@ -277,6 +298,8 @@ class MeshEngine(MeshPasses):
         session = self._session
         mesh = self._laid_out
         self._refuse_carried()
+        for writes in self._writes:
+            writes.refuse()
         self._held.hidden.show_gradients()
         with LosingStep(self._session) as summing:
             if not step.in_micro_batches:
@@ -330,6 +353,7 @@ class MeshEngine(MeshPasses):
         self._in_passes = False
         self._mesh.forget()
         self._mesh.buffers.put_back()
+        self._attributes.put_back()
         self._held.hidden.hide()
 
     @torch.no_grad()
@@ -338,7 +362,7 @@ class MeshEngine(MeshPasses):
         mesh = self._laid_out
         mesh.buffers.apply(mesh.gradients.changes)
         mesh.buffers.commit()
-        self._in_passes = False
+        self._looked, self._in_passes = True, False
         with self._held.hidden.carrying():
             mesh.forget()
         self._held.hidden.hide()
@@ -411,8 +435,7 @@ class MeshEngine(MeshPasses):
             yield
             return
         whole, own = self._whole_module(self._held.values(channel)), self.module
-        for part, original in zip(whole.modules(), own.modules(), strict=True):
-            part.training = original.training
+        set_modes([(part, mode) for part, (_, mode) in zip(whole.modules(), modes_of(own), strict=True)])
         self._show(whole)
         try:
             yield

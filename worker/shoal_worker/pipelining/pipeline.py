@@ -18,6 +18,7 @@ import torch.distributed as dist
 from shoal_common.errors import ConfigurationError
 from torch import nn
 
+from shoal_worker.modes import evaluating
 from shoal_worker.pipelining.executor import Loss, ScheduleExecutor
 from shoal_worker.pipelining.links import Links, broadcast_output, plain
 from shoal_worker.pipelining.micro_batches import MicroBatch, cut_batch, merge_outputs
@@ -198,14 +199,9 @@ class Pipeline:
         """The model's output in evaluation mode, without gradients, on all ranks; mappings come as plain dicts. All ranks of the replica
         call it with the same batch."""
         batches = cut_batch(inputs, count=self.settings.micro_batches)
-        modes = [(part, part.training) for part in self.module.modules()]
-        self.module.eval()
-        try:
+        with evaluating(self.module):
             self._follow_modes()
             ran = self._engine.run(forward_schedule(self.rank_of, len(batches)), batches)
-        finally:
-            for part, training in modes:
-                part.training = training
         output = plain(merge_outputs([plain(one) for one in ran.outputs], [one.samples for one in batches])) if self._is_last else None
         with self.links.ending_on_failure("sending outputs"):
             return broadcast_output(output, self.rank_of[-1], self.links)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from shoal_common.errors import MembershipChanged, PreconditionError
+from shoal_common.errors import MembershipChanged, PreconditionError, ShoalError
 from shoal_common.failpoints import failpoint
 from torch import nn
 
@@ -40,6 +40,7 @@ from shoal_worker.engine.parameters import (
     take_unsaved,
     unsaved_buffers,
 )
+from shoal_worker.engine.pass_writes import ModuleAttributes, WrittenParameters
 from shoal_worker.engine.passes import Loss, call_module, check_reproducible, loss_of
 from shoal_worker.engine.synchronized_norms import synchronize_norms
 from shoal_worker.replicated.buckets import AccumulatedReduction
@@ -76,6 +77,11 @@ class ReplicatedEngine(Engine):
         synchronize_norms(self.module, self._session, sums=self.config.loss_reduction == "sum")
         self._step_buffers = CommittedBuffers(self.module)
         self._members = ModuleMembers(self.module)
+        self._find_members()
+
+    def _find_members(self) -> None:
+        self._writes = WrittenParameters(self.module.named_parameters(), self.strategy)
+        self._attributes = ModuleAttributes(self.module)
 
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
         """See `Engine`."""
@@ -181,6 +187,8 @@ class ReplicatedEngine(Engine):
             captured["compression"] = self._compression.capture()
         if self._tables is not None and (known := self._tables.capture()):
             captured["tables"] = known
+        if written := self._writes.known:
+            captured["written"] = written
         buffers = unsaved_buffers(self.module)
         return captured | {"buffers": buffers} if buffers else captured
 
@@ -201,6 +209,7 @@ class ReplicatedEngine(Engine):
         if not self.has_values():
             materialize(self.module, self.optimizer, self._session.device, buffers=state.get("buffers"))
             self._members = ModuleMembers(self.module)
+            self._find_members()
         load_captured(self.module, state["model"])
         take_unsaved(self.module, state.get("buffers", {}))
         if self.optimizer is not None and state["optimizer"] is not None:
@@ -212,6 +221,9 @@ class ReplicatedEngine(Engine):
         if self._tables is not None:
             self._tables.restore(state.get("tables"))
         self._step_buffers.commit()
+        self._writes.watch(state.get("written", ()))
+        self._writes.forget()
+        self._attributes.forget()
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """See `Engine`."""
@@ -241,6 +253,17 @@ class ReplicatedEngine(Engine):
             self._compression.step_begins()
         if self._tables is not None:
             self._tables.step_begins()
+        self._keep_for_redo()
+
+    def _keep_for_redo(self) -> None:
+        """Notes what passes may change beside buffers."""
+        if self._session.elastic:
+            self._writes.begin()
+            self._attributes.begin()
+
+    def writes_apart(self) -> ShoalError:
+        """See `TrainingEngine`."""
+        return self._writes.apart(self._writes.names())
 
     def batch_begins(self) -> None:
         """See `TrainingEngine`. Passes need not go through `forward`, and their gradients are to be noted from the first one on."""
@@ -249,11 +272,13 @@ class ReplicatedEngine(Engine):
 
     def micro_batch_begins(self) -> None:
         """See `TrainingEngine`."""
+        self._writes.micro_batch_begins()
         self._accumulation().micro_batch_begins()
 
     def micro_batch_ends(self, weight: float) -> None:
         """See `TrainingEngine`."""
         self._accumulation().micro_batch_ends(weight)
+        self._writes.micro_batch_ends()
         if self._tables is not None:
             self._tables.micro_batch_ends(weight)
 
@@ -278,6 +303,7 @@ class ReplicatedEngine(Engine):
         step, group = session.step, session.group
         if step is None or step.phase is not StepPhase.SEALED or step.lost is not None:
             return
+        step.writes = self._digest_of_writes()
         control = session.control_word()
         if session.elastic:
             step.issues(CLOSING)
@@ -289,6 +315,9 @@ class ReplicatedEngine(Engine):
             if closing.failed:
                 return
         session.take_control_word(control)
+
+    def _digest_of_writes(self) -> int:
+        return self._writes.digest()
 
     @torch.no_grad()
     def _sum_closing(self, group: Group, control: list[float]) -> list[float]:
@@ -343,6 +372,7 @@ class ReplicatedEngine(Engine):
             if reduction is not None:
                 reduction.discard()
         self._step_buffers.put_back()
+        self._undo_writes()
         if self._compression is not None:
             self._compression.void()
         if self._tables is not None:
@@ -361,7 +391,12 @@ class ReplicatedEngine(Engine):
             self._compression.commit(unusable=self._skipped)
         if self._tables is not None:
             self._tables.commit()
+        self._writes.commit()
         self._note_uncleared()
+
+    def _undo_writes(self) -> None:
+        self._writes.put_back()
+        self._attributes.put_back()
 
     def _note_uncleared(self) -> None:
         """Torch's backward pass adds to gradients that are not cleared. The ranks have the same ones, but for one that has come since."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from shoal_common.errors import MembershipChanged, PreconditionError
+from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
 from shoal_common.failpoints import failpoint
 from torch import nn
 
@@ -146,6 +146,13 @@ class LocalSGDEngine(ReplicatedEngine):
         step = self._session.step
         assert step is not None
         assert step.share is not None
+        frozen = {name for name, parameter in self.module.named_parameters() if not parameter.requires_grad}
+        if written := [name for name in self._writes.names() if name in frozen]:
+            raise ConfigurationError(
+                f"parameter {written[0]!r} has requires_grad=False and was written in a pass (by forward(), say): with strategy='local_sgd' "
+                "the ranks average what is trained, and buffers: keep it in a buffer, or take ddp",
+                reason="PARAMETERS_WRITTEN",
+            )
         if not self._in_micro_batches:
             self._step_weight = step.share.weight
         if self._step_weight > 0:  # else the batch was a stand-in
@@ -241,6 +248,21 @@ class LocalSGDEngine(ReplicatedEngine):
         """See `TrainingEngine`."""
         super().micro_batch_ends(weight)
         self._step_weight += weight
+
+    def _keep_for_redo(self) -> None:
+        """What is done again is the round, from its start, whose parameters `keep` has."""
+        if not self._session.elastic:
+            return
+        self._writes.begin()
+        if self._round.steps == 0:
+            self._attributes.begin()
+
+    def _digest_of_writes(self) -> int:
+        return 0
+
+    def _undo_writes(self) -> None:
+        self._writes.forget()
+        self._attributes.put_back()
 
     @property
     def holds_unreduced_gradients(self) -> bool:

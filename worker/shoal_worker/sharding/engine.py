@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
-from shoal_common.errors import ConfigurationError, PreconditionError
+from shoal_common.errors import ConfigurationError, PreconditionError, ShoalError
 from shoal_common.failpoints import failpoint
 from torch import nn
 
@@ -38,6 +38,7 @@ from shoal_worker.engine.hidden_parameters import refuse_loading
 from shoal_worker.engine.parameter_groups import ParameterGroup, alike, by_bytes, by_modules
 from shoal_worker.engine.parameters import take_unsaved
 from shoal_worker.engine.partitioned import ClosingSum, CutClosing
+from shoal_worker.engine.pass_writes import ModuleAttributes, WrittenParameters
 from shoal_worker.engine.passes import check_reproducible
 from shoal_worker.engine.synchronized_norms import synchronize_norms
 from shoal_worker.engine.tentative_update import TentativeUpdate
@@ -139,6 +140,12 @@ class ShardedEngine(ShardedPasses):
                 unit.compressed = CompressedScatter(self._compression, self._session, number)
         self._summed = CutGradients(state.trained, exact=self.config.deterministic)
         self._step_buffers = CommittedBuffers(self.module)
+        self._carries_writes = self.stage is not Stage.PARAMETERS and not any(unit.apart for unit in state.units)
+        self._writes = WrittenParameters(
+            self.module.named_parameters(), self.strategy, stay=False, compared=self._carries_writes and self._session.elastic
+        )
+        self._attributes = ModuleAttributes(self.module)
+        self._looked = False
         return state
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -178,7 +185,7 @@ class ShardedEngine(ShardedPasses):
         """See `TrainingEngine`. Before the first step all of the state; from then on what every rank has of it."""
         if self._held.whole:
             return self._held.capture_whole() | {"applied": self._applied}
-        return self._held.capture_common() | {"applied": self._applied}
+        return self._held.capture_common() | {"applied": self._applied, "written": self._writes.known}
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -200,6 +207,13 @@ class ShardedEngine(ShardedPasses):
             self._held.restore_common(state)
         take_unsaved(self.module, state.get("buffers" if "model" in state else "unsaved", {}))
         self._step_buffers.commit()
+        self._writes.watch(state.get("written", ()))
+        self._writes.forget()
+        self._attributes.forget()
+
+    def writes_apart(self) -> ShoalError:
+        """See `TrainingEngine`."""
+        return self._writes.apart(self._writes.names())
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """See `Engine`. A model on the meta device is made from it."""
@@ -256,15 +270,25 @@ class ShardedEngine(ShardedPasses):
             trained = self._held.trained
             self._compression.laid_out("units", [unit.parameter_names for unit in trained], [u.layout.padded_numel for u in trained])
             self._compression.step_begins()
+        self._watch_units(not self._carries_writes)
+        self._writes.begin()
+        if self._session.elastic:
+            self._attributes.begin()
+
+    def _watch_units(self, in_step: bool) -> None:
+        for unit in self._held.units:
+            unit.in_step, unit.watched = in_step, in_step and not self._looked
 
     def micro_batch_begins(self) -> None:
         """See `TrainingEngine`."""
         self._step_buffers.put_back()
+        self._writes.micro_batch_begins()
         self._micro_batch_begins()
 
     def micro_batch_ends(self, weight: float) -> None:
         """See `TrainingEngine`."""
         self._execution.end_passes()
+        self._writes.micro_batch_ends()
         if weight > 0:
             self._weights += weight
             changes = self._step_buffers.changes(_WIDE) * weight
@@ -283,6 +307,10 @@ class ShardedEngine(ShardedPasses):
             for _ in range(share.most_micro_batches - (share.micro_batches or 0)):
                 self._execution.take_part()
         self._execution.reduce_rest()
+        if self._carries_writes:
+            step.writes = self._writes.digest()
+        else:
+            self._writes.refuse()
         step.issues(CLOSING)
         if step.lost is not None or not self._seal():
             return
@@ -354,8 +382,12 @@ class ShardedEngine(ShardedPasses):
     @torch.no_grad()
     def discard_step(self) -> None:
         """See `TrainingEngine`."""
+        self._watch_units(False)
         self._execution.forget()
         self._step_buffers.put_back()
+        if self._carries_writes:
+            self._writes.put_back()
+        self._attributes.put_back()
 
     @torch.no_grad()
     def commit_step(self) -> None:
@@ -364,6 +396,9 @@ class ShardedEngine(ShardedPasses):
         self._step_buffers.apply(self._closing.changes)
         self._execution.forget()
         self._step_buffers.commit()
+        self._writes.commit()
+        self._watch_units(False)
+        self._looked = True
         self._held.committed()
         if self._compression is not None:
             self._compression.commit(unusable=self._skipped)

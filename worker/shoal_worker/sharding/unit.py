@@ -30,6 +30,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shoal_worker.engine.hidden_parameters import HiddenParameter, Leaves, Whereabouts, drop_gradient, gradient_of, is_hidden
+from shoal_worker.engine.pass_writes import same, written_in_vain
 from shoal_worker.sharding.collectives import Collectives, Pending
 from shoal_worker.sharding.homes import Home
 from shoal_worker.sharding.layout import Piece, UnitLayout, layout_of
@@ -146,7 +147,7 @@ class Unit:
         self.own, self.mirror = Holding(self), Holding(self)
         self.touched = [False] * len(self.parameters)
         """Which parameters got a gradient in this step."""
-        whereabouts = whereabouts or Whereabouts()
+        whereabouts = self._whereabouts = whereabouts or Whereabouts()
         shapes = (None if isinstance(leaf, DTensor) else shape for leaf, shape in zip(self.leaves, self.layout.shapes, strict=True))
         self.hidden = Leaves(self.leaves, [HiddenParameter(name, whereabouts, shape) for name, shape in zip(names, shapes, strict=True)])
         """What torch's own calls find in the leaves while the values, or the gradients, are elsewhere."""
@@ -154,6 +155,8 @@ class Unit:
         """In the place of the collectives' reduce-scatter."""
         self.resident = False
         """Its memory and values stay until the next change, although it counts as freed: see `ShardedExecution.keep_whole`."""
+        self.in_step = self.watched = False
+        """Passes of a step may write to the whole parameters; and what they write in place by way of `.data` is looked for."""
         self._gathered = True
         self._gathering: Pending | None = None
         self._sent: torch.Tensor | None = None
@@ -302,9 +305,21 @@ class Unit:
         elif self._gathering is None:
             self._gathered = False
             if self._full.untyped_storage().nbytes() and not self.resident:
+                self._refuse_written()
                 self._point([self._full[:0]] * len(self.parameters))
                 self.hidden.hide()
                 self._full.untyped_storage().resize_(0)
+
+    def _refuse_written(self) -> None:
+        """Raises ConfigurationError: a pass has written to the whole parameters, whose memory goes, or given one another memory."""
+        if not self.in_step:
+            return
+        name, shard = self.moved, self.own.shard
+        if name is None and self.watched and self.own.position is not None:
+            written = not same(self._slot(self.own.position), shard.to(self.device, self._full.dtype))
+            name = self.parameter_names[0] if written else None
+        if name is not None:
+            raise written_in_vain(name, self._whereabouts.strategy)
 
     @property
     def moved(self) -> str | None:

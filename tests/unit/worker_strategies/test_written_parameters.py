@@ -1,0 +1,122 @@
+"""Parameters that a forward pass writes: carried where ranks hold them whole and write alike, refused elsewhere, undone with a lost step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import shoal
+import torch
+from shoal import ConfigurationError
+from torch import nn
+from torch.utils.data import TensorDataset
+
+X = torch.randn(48, 4, generator=torch.Generator().manual_seed(0)) * 3 + 5
+CARRY = ["ddp", "zero1", "zero2"]
+REFUSE = ["zero3", "fsdp", "hsdp", "tensor", "pipeline", "hybrid"]
+
+
+class Momentum(nn.Module):
+    """A momentum encoder, as MoCo has one: frozen, and written in the forward pass."""
+
+    def __init__(self, how: str = "in place") -> None:
+        super().__init__()
+        self.query, self.key, self.how = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), how
+        self.key.load_state_dict(self.query.state_dict())
+        self.key.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                key, query = self.key.weight, self.query.weight
+                if self.how == "in place":
+                    key.mul_(0.9).add_(query, alpha=0.1)
+                elif self.how == "data in place":
+                    key.data.mul_(0.9).add_(query.data, alpha=0.1)
+                else:
+                    key.data = key.data * 0.9 + query.data * 0.1
+        q: torch.Tensor = self.query(x)
+        return q - self.key(x) - 1
+
+
+class ActNorm(nn.Module):
+    """Begins with the first batch's statistics."""
+
+    done: torch.Tensor
+
+    def __init__(self, how: str = "in place") -> None:
+        super().__init__()
+        self.shift, self.scale, self.how = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.ones(4)), how
+        self.register_buffer("done", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and not self.done:
+            with torch.no_grad():
+                into = self.shift.data if self.how == "data in place" else self.shift
+                into.copy_(-x.mean(0))
+                self.done.fill_(1)
+        return (x + self.shift) * self.scale
+
+
+def momentum(how: str) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(Momentum(how), nn.Linear(4, 4))
+
+
+def act_norm(how: str) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(ActNorm(how), nn.Linear(4, 4))
+
+
+def plain(make: Callable[[str], nn.Module]) -> dict[str, torch.Tensor]:
+    net = make("in place")
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    for x in X.split(8):
+        net(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(net.state_dict())
+
+
+def train(make: Callable[[str], nn.Module], how: str, strategy: str, micro: int | None = None) -> dict[str, torch.Tensor]:
+    net = make(how)
+    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.01), strategy=strategy)
+    loader = shoal.ElasticDataLoader(TensorDataset(X), global_batch_size=8, micro_batch_size=micro, shuffle=False)
+    for step in loader.steps() if micro else ([batch] for batch in loader):
+        for (x,) in step:
+            model.train_step(x, None, lambda output, _: output.square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    state: dict[str, torch.Tensor] = model.full_state_dict()
+    return state
+
+
+@pytest.mark.parametrize("micro", [None, 2])
+@pytest.mark.parametrize("how", ["in place", "data in place", "data"])
+@pytest.mark.parametrize("strategy", CARRY)
+def test_what_all_ranks_write_alike_is_as_in_one_process(strategy: str, how: str, micro: int | None) -> None:
+    if how == "data" and strategy != "ddp":
+        with pytest.raises(ConfigurationError, match="0.key.weight"):
+            shoal.launch(train, momentum, how, strategy, micro, world_size=2)
+        return
+    wanted = plain(momentum)
+    for found in shoal.launch(train, momentum, how, strategy, micro, world_size=2):
+        assert all(torch.allclose(found[key], value, atol=1e-5) for key, value in wanted.items())
+
+
+@pytest.mark.parametrize("micro", [None, 2])
+@pytest.mark.parametrize("how", ["in place", "data in place"])
+@pytest.mark.parametrize("strategy", CARRY)
+def test_what_depends_on_a_ranks_own_samples_is_refused(strategy: str, how: str, micro: int | None) -> None:
+    with pytest.raises(ConfigurationError, match="0.shift") as refused:
+        shoal.launch(train, act_norm, how, strategy, micro, world_size=2)
+    assert refused.value.reason == "PARAMETERS_WRITTEN"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("how", ["in place", "data in place", "data"])
+@pytest.mark.parametrize("strategy", REFUSE)
+def test_where_ranks_hold_parts_of_parameters_writes_are_refused(strategy: str, how: str, world_size: int) -> None:
+    with pytest.raises(shoal.ShoalError, match=r"0.key.weight"):
+        shoal.launch(train, momentum, how, strategy, world_size=world_size)

@@ -1,0 +1,246 @@
+"""What a pass changes beside buffers and gradients: parameters that `forward()` writes, tensors and numbers that modules keep as attributes,
+and extra state.
+
+A step that is lost is done again, so all of it is put back. Parameters that are written (momentum encoders, initialization from the first
+batch, clipping of weights) have to be written alike on all ranks: a digest of them rides in the control word. Where ranks hold parts of
+parameters, or copies of such parts, what a pass writes would be lost, and is refused.
+
+Writes are found by torch's count of changes in place and by where a parameter's memory is. Those by way of `.data` are not counted: in the
+first step that a process takes, digests find them. From the first write on a copy is kept of a parameter that is written. Until then
+there is none, unless the model is small, and a lost step that wrote cannot be undone, which raises an error.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import torch
+import xxhash
+from shoal_common.errors import ConfigurationError, PreconditionError
+from torch import nn
+
+from shoal_worker.engine.hidden_parameters import inside
+from shoal_worker.state.digest import digest_of
+
+_SMALL: Final = 1 << 26
+"""Bytes of a model of which copies are kept in the first step."""
+_NUMBERS: Final = frozenset({int, float})
+_TENSORS: Final = frozenset({torch.Tensor})
+
+
+class WrittenParameters:
+    """The parameters that were written since the step began. The training thread owns it."""
+
+    def __init__(self, parameters: Iterable[tuple[str, torch.Tensor]], strategy: str, *, stay: bool = True, compared: bool = True) -> None:
+        """`stay`: nobody but the script gives a parameter other memory. `compared`: values are there between passes, to be compared."""
+        self._stay = stay
+        self._named = [(name, parameter) for name, parameter in parameters if not parameter.is_meta]
+        self._strategy = strategy
+        self._copies: dict[int, torch.Tensor] = {}
+        """Values at the step's beginning of those that are known to be written."""
+        self._digests: list[int] = []
+        """Of all parameters as the process's first step began; empty in others."""
+        self._seen: list[tuple[int, int]] = []
+        """Of each parameter: torch's count of changes, and where its memory is. Empty: no step has begun that could be lost."""
+        self._watched: set[int] = set()
+        """Those that are known to be written."""
+        self._written: list[int] = []
+        """Those that this step wrote, once that was asked for."""
+        self._first = compared
+        self._within: int | None = None
+        """Digest of what the first micro-batch of the step wrote."""
+
+    @property
+    def known(self) -> list[str]:
+        """Names of those that are known to be written."""
+        return [self._named[index][0] for index in sorted(self._watched)]
+
+    @torch.no_grad()
+    def watch(self, names: Iterable[str]) -> None:
+        """A peer knows that these are written."""
+        known = frozenset(names)
+        self._watched |= {index for index, (name, _) in enumerate(self._named) if name in known}
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """A step begins."""
+        named, wanted = self._named, self._watched
+        self._within, self._digests, self._written = None, [], []
+        if self._first:
+            if sum(parameter.nbytes for _, parameter in named) <= _SMALL:
+                wanted = set(range(len(named)))
+            self._digests = [digest_of([parameter]) for _, parameter in named]
+        self._copies = {index: value for index, value in self._copies.items() if index in wanted}
+        for index in wanted:
+            value = named[index][1].detach()
+            if index in self._copies and self._copies[index].shape == value.shape:
+                self._copies[index].copy_(value)
+            else:
+                self._copies[index] = value.clone()
+        self._seen = self._sight()
+
+    def _sight(self) -> list[tuple[int, int]]:
+        with inside():
+            if self._stay:
+                return [(parameter._version, parameter.data_ptr()) for _, parameter in self._named]
+            return [(parameter._version, 0) for _, parameter in self._named]
+
+    def _changed(self) -> list[int]:
+        """Which were written."""
+        if not self._seen:
+            return []
+        now = self._sight()
+        changed = {index for index, (before, after) in enumerate(zip(self._seen, now, strict=True)) if before != after}
+        for index, value in self._copies.items():
+            if index not in changed and not same(self._named[index][1].detach(), value):
+                changed.add(index)
+        if self._digests:
+            changed |= {index for index, (_, parameter) in enumerate(self._named) if digest_of([parameter]) != self._digests[index]}
+        return sorted(changed)
+
+    def names(self) -> list[str]:
+        """Returns the names of those that were written."""
+        return [self._named[index][0] for index in self._changed()]
+
+    def digest(self) -> int:
+        """Returns a digest of what was written and to what; 0: nothing."""
+        changed = self._written = self._changed()
+        if not changed:
+            return 0
+        digests = [digest_of([self._named[index][1].detach()]) for index in changed]
+        return xxhash.xxh3_64_intdigest(repr([changed, digests]).encode()) or 1
+
+    @torch.no_grad()
+    def micro_batch_begins(self) -> None:
+        """The next micro-batch of the step writes from the same values as the first one."""
+        if self._within:
+            self._write_back(self._changed())
+
+    def micro_batch_ends(self) -> None:
+        """Raises ConfigurationError: the micro-batches of this rank wrote different values."""
+        found = self.digest()
+        if self._within is not None and found != self._within:
+            raise self.apart(self.names())
+        self._within = found
+
+    def apart(self, names: list[str]) -> ConfigurationError:
+        """The error for parameters that were not written alike. `names`: of those that this rank wrote."""
+        what = f"parameters {names[:3]} were written" if names else "another rank wrote a parameter"
+        return ConfigurationError(
+            f"{what} in the passes of a step (by forward(), say), and not to the same values for all ranks and micro-batches, which depends "
+            "on each one's own samples: the replicas would drift apart. Compute it from the whole batch (shoal.whole_batch(x)), do it once "
+            "before as_distributed, or keep it in a buffer, whose changes are averaged",
+            reason="PARAMETERS_WRITTEN",
+        )
+
+    def refuse(self) -> None:
+        """Raises ConfigurationError: a parameter was written, and this strategy would lose it."""
+        if names := self.names():
+            raise written_in_vain(names[0], self._strategy)
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Makes them again what they were when the step began. Raises PreconditionError: that is not known."""
+        changed, self._first = self._changed(), False
+        self._write_back(changed)
+        self._seen = []
+
+    def _write_back(self, changed: list[int]) -> None:
+        lacking = [self._named[index][0] for index in changed if index not in self._copies]
+        if lacking:
+            raise PreconditionError(
+                f"parameter {lacking[0]!r} was written in the passes of a step (by forward(), say) that was lost, for the first time, so "
+                "that its value before it was not kept: end this run, and go on from a checkpoint with shoal.resume",
+                reason="PARAMETERS_WRITTEN",
+            )
+        for index in changed:
+            self._named[index][1].data.copy_(self._copies[index])
+        self._seen = self._sight()
+
+    def commit(self) -> None:
+        """The step counts, and with it what was written when its digest was asked for: of that copies are kept from here on."""
+        self._watched |= set(self._written)
+        self.forget()
+
+    def forget(self) -> None:
+        """What parameters are now is what a step begins from."""
+        self._first, self._digests, self._seen = False, [], []
+
+
+def written_in_vain(name: str, strategy: str) -> ConfigurationError:
+    """The error for a parameter that was written where ranks hold parts of it."""
+    return ConfigurationError(
+        f"parameter {name!r} was written in the passes of a step (by forward(), say): with strategy={strategy!r} these compute with a copy "
+        "of what the ranks hold, or with a part, and the written values would be lost. Take strategy='ddp', 'zero1' or 'zero2'; or keep "
+        "what forward() writes in a buffer, or write it between steps with model.with_parameters(values)",
+        reason="PARAMETERS_WRITTEN",
+    )
+
+
+def same(value: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors hold the same; values that are no numbers are equal to each other."""
+    if value.shape != other.shape:
+        return False
+    return torch.equal(value, other) or digest_of([value]) == digest_of([other])
+
+
+class ModuleAttributes:
+    """Tensors and numbers that modules keep as plain attributes, and their extra state, as they were when the step began."""
+
+    def __init__(self, module: nn.Module, *, numbers: bool = True) -> None:
+        """`numbers`: those of the modules are the script's alone."""
+        self._module = module
+        self._numbers = _NUMBERS if numbers else frozenset()
+        self._before: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        """Of tensors that were there: by identity, the tensor, its count of changes, and its values."""
+        self._extra: list[tuple[Any, Any]] = []
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._before, known, self._copies = [], self._copies, {}
+        self._extra = []
+        for part in self._module.modules():
+            attributes = part.__dict__
+            if type(part).get_extra_state is not nn.Module.get_extra_state:
+                self._extra.append((part, copy.deepcopy(part.get_extra_state())))
+            kept = attributes.copy()
+            if not _TENSORS.isdisjoint(map(type, kept.values())):
+                for name, value in attributes.items():
+                    if type(value) is torch.Tensor:
+                        self._keep(kept, name, value, known)
+            self._before.append((part, kept))
+
+    def _keep(self, kept: dict[str, Any], name: str, value: torch.Tensor, known: Mapping[int, Any]) -> None:
+        if value.grad_fn is not None or value.is_inference():
+            del kept[name]  # it would hold a pass's memory
+            return
+        before = known.get(id(value))
+        if before is not None and before[0] is value and before[1] == value._version:
+            self._copies[id(value)] = before
+        else:
+            self._copies[id(value)] = (value, value._version, value.detach().clone())
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """The step is lost."""
+        for part, kept in self._before:
+            attributes = part.__dict__
+            for name in [name for name, value in attributes.items() if type(value) is torch.Tensor and name not in kept]:
+                if attributes[name].grad_fn is None:
+                    del attributes[name]
+            for name, value in kept.items():
+                now = attributes.get(name)
+                if now is not value and (type(value) in self._numbers or type(now) is torch.Tensor or type(value) is torch.Tensor):
+                    attributes[name] = value
+        for value, version, copied in self._copies.values():
+            if value._version != version:
+                value.data.copy_(copied)
+        for part, state in self._extra:
+            part.set_extra_state(copy.deepcopy(state))
+
+    def forget(self) -> None:
+        """The step counts."""
+        self._before, self._extra = [], []

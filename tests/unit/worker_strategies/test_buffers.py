@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import shoal
 import torch
+from shoal import ConfigurationError
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -220,3 +221,102 @@ def with_masks(strategy: str, directory: Path, *, apart: bool) -> float:
 def test_expanded_buffers_are_resumed(strategy: str, apart: bool, tmp_path: Path) -> None:
     for _ in range(2):
         assert shoal.launch(lambda: with_masks(strategy, tmp_path, apart=apart), world_size=2) == [10.0, 10.0]
+
+
+class Seen(nn.Module):
+    """Notes in a buffer which classes it has seen, how often, or how many samples; each rank of its own samples."""
+
+    seen: torch.Tensor
+
+    def __init__(self, kind: torch.dtype, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.linear = how, nn.Linear(4, 1)
+        self.register_buffer("seen", torch.full((3,), torch.inf) if how == "least" else torch.zeros(16, dtype=kind))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            classes = torch.bincount((x > 0).long() @ torch.tensor([1, 2, 4, 8]), minlength=16)
+            if self.how == "mark":
+                self.seen[classes > 0] = 1
+            elif self.how == "least":
+                self.seen.copy_(torch.minimum(self.seen, x[:, :3].amin(0)))
+            else:
+                self.seen += {"classes": classes, "samples": len(x), "steps": 1}[self.how]
+        output: torch.Tensor = self.linear(x).square().mean()
+        return output
+
+
+def seen_by(strategy: str, kind: torch.dtype, how: str, micro_batch_size: int | None) -> list[float]:
+    net = Seen(kind, how)
+    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
+    loader = shoal.ElasticDataLoader(TensorDataset(X), global_batch_size=8, micro_batch_size=micro_batch_size, shuffle=False)
+    for step in loader.steps() if micro_batch_size else ([batch] for batch in loader):
+        for (x,) in step:
+            model.train_step(x, None, lambda output, _: output)
+        optimizer.step()
+        optimizer.zero_grad()
+    found: list[float] = model.full_state_dict()["seen"].tolist()
+    return found
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
+@pytest.mark.parametrize("how", ["classes", "samples", "steps"])
+@pytest.mark.parametrize("strategy", EXACT)
+def test_integer_counts_are_those_of_one_process(strategy: str, how: str, micro_batch_size: int | None) -> None:
+    net = Seen(torch.int64, how)
+    for x in X.split(8):
+        net(x)
+    results = shoal.launch(seen_by, strategy, torch.int64, how, micro_batch_size, world_size=2)
+    assert results == [net.seen.tolist()] * 2
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [(torch.bool, "mark"), (torch.int32, "classes"), (torch.uint8, "classes"), (torch.int16, "mark"), (torch.float32, "least")],
+)
+@pytest.mark.parametrize("strategy", EXACT)
+def test_buffers_without_a_mean_and_a_sum_that_ranks_make_of_their_own_samples_are_refused(
+    strategy: str, kind: torch.dtype, how: str, micro_batch_size: int | None
+) -> None:
+    if strategy == "tensor" and micro_batch_size is None:
+        pytest.skip("both ranks have the same samples")
+    with pytest.raises(ConfigurationError, match="'seen'") as refused:
+        shoal.launch(seen_by, strategy, kind, how, micro_batch_size, world_size=2)
+    assert refused.value.reason == "BUFFERS_DIFFER"
+
+
+@pytest.mark.parametrize(("kind", "how"), [(torch.int32, "steps"), (torch.uint8, "steps"), (torch.float32, "least"), (torch.bool, "mark")])
+@pytest.mark.parametrize("strategy", EXACT)
+def test_buffers_that_change_alike_may_have_any_kind(strategy: str, kind: torch.dtype, how: str) -> None:
+    net = Seen(kind, how)
+    for x in X.split(8):
+        net(x)
+    ranks = 2 if how == "steps" else 1
+    assert shoal.launch(seen_by, strategy, kind, how, None, world_size=ranks) == [net.seen.tolist()] * ranks
+
+
+class Late(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 1)
+        self.register_buffer("positions", torch.arange(4).expand(3, -1))
+        self.register_buffer("late", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.late is None and self.training:
+            self.late = torch.ones(3)
+        return super().forward(x + self.positions[0])
+
+
+@pytest.mark.parametrize("strategy", EXACT)
+def test_a_buffer_that_was_none_is_named(strategy: str) -> None:
+    def train() -> None:
+        net = nn.Sequential(Late(), nn.Linear(1, 1))
+        model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
+        for (x,) in shoal.ElasticDataLoader(TensorDataset(X), global_batch_size=8):
+            model.train_step(x, None, lambda output, _: output.square().mean())
+            optimizer.step()
+
+    with pytest.raises(ConfigurationError, match=r"0\.late"):
+        shoal.launch(train, world_size=2)

@@ -538,7 +538,10 @@ class RegisteredState:
             return advance(own, *args, **kwargs)
 
         # A class of its own, not an attribute of the instance: schedulers put their instance attributes into state_dict().
-        value.__class__ = type(kind.__name__, (kind,), {method: gated, "__module__": kind.__module__, "__qualname__": kind.__qualname__})
+        members = {method: gated, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        if not hasattr(value, "__dict__"):  # its class has __slots__, and takes only a class with the same
+            members["__slots__"] = ()
+        value.__class__ = type(kind.__name__, (kind,), members)
 
 
 def _load(value: Stateful, state: dict[str, Any]) -> None:

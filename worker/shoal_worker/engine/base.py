@@ -28,7 +28,7 @@ from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.loader_interface import Leases, StepStatus
 from shoal_worker.elastic.row_store import RowStore
 from shoal_worker.elastic.strategy_interface import StrategySession
-from shoal_worker.engine.buffers import kept_buffers
+from shoal_worker.engine.buffers import give_memory, kept_buffers
 from shoal_worker.engine.hidden_parameters import blank_copies, inside, want_gradients
 from shoal_worker.engine.module_state import ModuleState, check_model_fits, check_state_can_travel, load_captured
 from shoal_worker.engine.optimizer_state import load_optimizer, strided_like
@@ -91,6 +91,7 @@ class Engine(abc.ABC):
         self.config = setup.config
         self.optimizer: torch.optim.Optimizer | None = None
         """The user's; None: there is none, or `attach` is to come."""
+        give_memory(setup.module)
         check_state_can_travel(setup.module, setup.strategy, whole=self.keeps_parameters_whole)
         self._setup = setup
         self._session = setup.session

@@ -1,11 +1,15 @@
 """A module's buffers, and what they were when the last step was committed.
 
 A step changes buffers already in its forward pass. If it is lost they are put back; if it is committed all ranks must hold the same. So the
-ranks add up by how much each buffer changed, weighted, and go on from the committed value: one that no rank changed keeps its bits. What a
-script changes behind that sum, in the same step, stays as this rank's script made it, as what it changes between two steps does.
+ranks add up by how much each floating-point buffer changed, weighted, and go on from the committed value: one that no rank changed keeps
+its bits. What a script changes behind that sum, in the same step, stays as this rank's script made it, as what it changes between two
+steps does.
 
-Counters are integers, and stay exact: their changes are summed in float64, and one that is too large for that is refused. On a device
-that is found out without waiting for it, a step later.
+Counters are int64, and stay exact: their changes are summed in float64, and one that is too large for that is refused. On a device
+that is found out without waiting for it, a step later. A count of steps changes alike on all ranks, and once; other changes are summed.
+
+All else that the state has (bool, other integers, complex numbers, what begins at infinity) must be changed alike on all ranks: a digest of
+it rides in the control word.
 
 Buffers are found by where they hang, each time anew: modules also assign new tensors (`self.average = 0.9 * self.average + ...`).
 """
@@ -17,11 +21,20 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
+import xxhash
 from shoal_common.errors import ConfigurationError
 from torch import nn
 
 from shoal_worker.engine.module_state import ModuleState
+from shoal_worker.state.digest import digest_of
 
+_ROWS: Final = 5
+"""Numbers that are sent of a counter's change: itself, its remainder, the square of that, whether it is the number of samples; and itself
+once more, without a weight."""
+_MODULUS: Final = 4093
+"""A prime: numbers that differ by a multiple of it count as equal."""
+_TOLERANCE: Final = 1e-5
+"""Of the variance of remainders, which is 0, or at least the smallest weight of a pass."""
 _LARGEST_CHANGE: Final = 2.0**40
 """The mean over 4000 ranks of integers up to this, in float64, is off by less than a half."""
 
@@ -34,14 +47,32 @@ class CommittedBuffers:
         floats: list[tuple[nn.Module, str]] = []
         counters: list[tuple[nn.Module, str]] = []
         others: list[tuple[nn.Module, str]] = []
+        statistics: list[tuple[str, nn.Module, str]] = []
+        self._exact: list[tuple[str, nn.Module, str]] = []
+        """Buffers of the state that have neither a mean nor a sum."""
+        self._unset: list[tuple[str, nn.Module, str]] = []
+        """Buffers of the state that are None."""
         seen = set()
-        for owner in module.modules():
+        for prefix, owner in module.named_modules():
             for name, buffer in owner._buffers.items():
+                if buffer is None and name not in owner._non_persistent_buffers_set:
+                    self._unset.append((f"{prefix}.{name}" if prefix else name, owner, name))
                 if buffer is None or buffer.is_meta or id(buffer) in seen:  # on the meta device: not of this rank's part
                     continue
                 seen.add(id(buffer))
-                statistic = buffer.is_floating_point() and id(buffer) in persistent
+                saved, place = id(buffer) in persistent, (f"{prefix}.{name}" if prefix else name, owner, name)
+                statistic = buffer.is_floating_point() and saved
+                if statistic:
+                    statistics.append(place)
+                elif saved and buffer.dtype != torch.int64:
+                    self._exact.append(place)
                 (floats if statistic else counters if buffer.dtype == torch.int64 else others).append((owner, name))
+        self._infinite = [each for each in statistics if _has_infinite(each[1]._buffers[each[2]])]
+        """Floating-point ones that have infinite elements as committed: they began so, and may be finite once and for all."""
+        self._marks: list[tuple[torch.Tensor | None, int]] = []
+        """The exact ones as committed, and torch's count of changes to each."""
+        self._within: int | None = None
+        """Digest of what the first passes of the step made of those that must change alike."""
         self._places = floats + counters + others
         self._floats = slice(0, len(floats))
         self._counters = slice(len(floats), len(floats) + len(counters))
@@ -60,8 +91,8 @@ class CommittedBuffers:
 
     @property
     def size(self) -> int:
-        """Elements that all ranks must agree on: statistics and counters. Others (masks, tables) do not change, or alike on every rank."""
-        return sum(self._sizes)
+        """Numbers in what `changes` returns; 0: there are no statistics and no counters."""
+        return sum(self._sizes[self._floats]) + _ROWS * sum(self._sizes[self._counters]) + 1 if self._sizes else 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -71,7 +102,7 @@ class CommittedBuffers:
 
     def commit(self) -> None:
         """What they are now is the committed state."""
-        self._base = self._taken = None
+        self._base = self._taken = self._within = None
         if not self._places:
             return
         now = self._now()
@@ -81,6 +112,9 @@ class CommittedBuffers:
             self._committed = [buffer.clone() for buffer in now]
             self._sizes = [buffer.numel() for buffer in self._committed[: self._counters.stop]]
             self._shapes = [buffer.shape for buffer in self._committed[: self._counters.stop]]
+        self._marks = _sight(self._exact)
+        if self._infinite:
+            self._infinite = [each for each in self._infinite if _has_infinite(each[1]._buffers.get(each[2]))]
 
     def put_back(self) -> None:
         """What they were when the last step was committed."""
@@ -88,10 +122,9 @@ class CommittedBuffers:
         if self._places:
             self._write(self._committed)
 
-    def changes(self, like: torch.Tensor) -> torch.Tensor:
-        """By how much the buffers that all ranks must agree on have changed, flat, of the dtype and on the device of `like`.
-
-        Their weighted mean over the ranks is for `apply`.
+    def changes(self, like: torch.Tensor, weight: float, samples: float) -> torch.Tensor:
+        """By how much the buffers have changed in passes that weigh `weight` and had so many samples of this rank's: flat, of `size`
+        numbers of the dtype and on the device of `like`. The sum over passes and ranks is for `apply`.
 
         Raises:
             ConfigurationError: one of them has another shape than before, or a counter has moved by more than can be summed exactly.
@@ -102,7 +135,27 @@ class CommittedBuffers:
         self._taken, self._seen = now, self._in_sight()
         counted = (now[1] - before[1]).to(like.dtype)
         self._check_exact(counted)
-        return torch.cat([_moved(now[0], before[0]), counted])
+        rest = counted.remainder(_MODULUS)
+        of_samples = self._count_samples(counted, samples).to(like.dtype)
+        mean = torch.cat([_moved(now[0], before[0]), counted, rest, rest.square(), of_samples, like.new_ones(1)]) * weight
+        return torch.cat([mean[:-1], counted, mean[-1:]])
+
+    def _count_samples(self, counted: torch.Tensor, samples: float) -> torch.Tensor:
+        """Whether changes count the samples of the passes: each by itself, or those of a buffer together, as a histogram's do."""
+        if samples <= 1:
+            return torch.zeros_like(counted, dtype=torch.bool)
+        found = counted == samples
+        for part, each in zip(counted.split(self._sizes[self._counters]), found.split(self._sizes[self._counters]), strict=True):
+            if part.numel() > 1:
+                each |= part.sum() == samples
+        return found
+
+    def reweighted(self, changes: torch.Tensor, factor: float) -> torch.Tensor:
+        """What `changes` would be if all that the passes weigh were multiplied by `factor`."""
+        scaled, counted = changes * factor, sum(self._sizes[self._counters])
+        if counted:
+            scaled[-1 - counted : -1] = changes[-1 - counted : -1]
+        return scaled
 
     def leave_out(self, like: torch.Tensor) -> None:
         """What changed since the last commit is not for `changes`: it came of a pass that weighs nothing."""
@@ -124,19 +177,77 @@ class CommittedBuffers:
             return [(buffer, 0) for buffer in found]
 
     def apply(self, changes: torch.Tensor) -> None:
-        """They become what was committed plus `changes`, flat; and what has changed on this rank since those were taken.
+        """They become what was committed plus the ranks' `changes`, summed; and what has changed on this rank since those were taken.
+
+        Floating-point ones change by the weighted mean. Integers of which all passes changed each element by the same change by that (a
+        count of steps), unless it is the number of each pass's samples; others change by the sum (a count of samples).
 
         Raises:
             ConfigurationError: one of them has another shape than before.
         """
         if not self._sizes:
             return
-        floats = sum(self._sizes[self._floats])
+        floats, count = sum(self._sizes[self._floats]), sum(self._sizes[self._counters])
         committed, now = self._before(changes), self._shared(changes)
         taken = tuple(flat.to(changes.device) for flat in self._taken) if self._taken is not None else committed
-        moved = committed[0] + changes[:floats] + _moved(now[0], taken[0].to(changes.dtype))
-        counted = committed[1] + changes[floats:].round().to(torch.int64) + (now[1] - taken[1])
+        total = torch.where(changes[-1] > 0, changes[-1], 1.0)
+        means, summed = changes[: floats + 4 * count] / total, changes[floats + 4 * count : -1]
+        once, rest, squares, of_samples = means[floats:].split(count) if count else (means[:0],) * 4
+        moved = committed[0] + means[:floats] + _moved(now[0], taken[0].to(changes.dtype))
+        # Of what was infinite the ranks made the same: `exact_digest` says so.
+        moved = torch.where(committed[0].isfinite(), moved, now[0])
+        alike = (squares - rest.square() < _TOLERANCE) & (of_samples < _TOLERANCE)
+        each = alike.split(self._sizes[self._counters]) if count else ()
+        steps = torch.cat([part.all().expand(part.shape) for part in each]) if each else alike
+        counted = committed[1] + torch.where(steps, once, summed).round().to(torch.int64) + (now[1] - taken[1])
         self._write([*_split(moved, self._committed[self._floats]), *_split(counted, self._committed[self._counters])])
+
+    # ------------------------------------------------------------------------------------------- what has no mean and no sum
+
+    def exact_names(self) -> list[str]:
+        """Returns the names of the buffers that have changed and must have changed alike on all ranks: bool, integers of other widths than
+        int64, complex ones, and floating-point ones with elements that were infinite as committed."""
+        now = _sight(self._exact)
+        pairs = zip(self._exact, self._marks, now, strict=True)
+        changed = {path for (path, _, _), then, here in pairs if then[0] is not here[0] or then[1] != here[1]}
+        return sorted(changed | {path for path, _, _ in self._infinite})
+
+    def exact_digest(self) -> int:
+        """Returns a digest of what the passes made of those; 0: nothing has changed."""
+        for path, owner, name in self._unset:
+            if owner._buffers.get(name) is not None:
+                raise ConfigurationError(
+                    f"buffer {path!r} was None at as_distributed and is a tensor now, which ranks do not know. Register it with a "
+                    "value of its shape, or with persistent=False",
+                    reason="BUFFERS_DIFFER",
+                )
+        return self._digest_of_exact() if self._within is None else self._within
+
+    def micro_batch_ends(self) -> None:
+        """The passes of a micro-batch that counts are over. Raises ConfigurationError: those that must change alike were changed in another
+        way by the first one."""
+        found = self._digest_of_exact()
+        if self._within is not None and found != self._within:
+            raise self.apart()
+        self._within = found
+
+    def _digest_of_exact(self) -> int:
+        names = frozenset(self.exact_names())
+        changed = [owner._buffers[name] for path, owner, name in (*self._exact, *self._infinite) if path in names]
+        tensors = [tensor for tensor in changed if tensor is not None]
+        return (xxhash.xxh3_64_intdigest(f"{sorted(names)}{digest_of(tensors)}".encode()) or 1) if tensors else 0
+
+    def apart(self) -> ConfigurationError:
+        """The error for buffers of which ranks, or micro-batches, made different values."""
+        names = self.exact_names()
+        what = f"buffers {names[:3]} were changed" if names else "another rank changed a buffer"
+        return ConfigurationError(
+            f"{what} in a step, and not to the same values on all ranks and in all micro-batches; what each made of its own samples has no "
+            "mean and no sum: bool, integers of another width than int64, complex numbers, and what begins at infinity. Compute it from "
+            "the whole batch (shoal.whole_batch(x)), count in int64, whose changes are summed, keep averages in floating point, or keep "
+            "it out of the state (persistent=False)",
+            reason="BUFFERS_DIFFER",
+        )
 
     def _shared(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Statistics and counters as they are now, flat. Raises ConfigurationError: one has another shape than before."""
@@ -197,6 +308,26 @@ class CommittedBuffers:
         _copy([buffer.data for buffer in now], values)
 
 
+def _sight(places: Sequence[tuple[str, nn.Module, str]]) -> list[tuple[torch.Tensor | None, int]]:
+    found = [owner._buffers.get(name) for _, owner, name in places]
+    return [(buffer, 0 if buffer is None or buffer.is_inference() else buffer._version) for buffer in found]
+
+
+def _has_infinite(buffer: torch.Tensor | None) -> bool:
+    return buffer is not None and not buffer.is_meta and bool(buffer.isinf().any())
+
+
+@torch.no_grad()
+def give_memory(module: nn.Module) -> None:
+    """Gives each buffer that is an expanded view memory for each of its elements: such a view cannot be written to, put back or loaded."""
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is None or buffer.is_meta or buffer.layout is not torch.strided:
+                continue
+            if any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)):
+                owner._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
+
+
 def kept_buffers(module: nn.Module) -> Callable[[], None]:
     """Returns a call that makes the module's buffers again what they are now."""
     places = [(owner, name, buffer) for owner in module.modules() for name, buffer in owner._buffers.items() if buffer is not None]
@@ -211,8 +342,9 @@ def kept_buffers(module: nn.Module) -> Callable[[], None]:
 
 
 def _moved(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """The difference. Where equal, zero: the difference of two infinities is not, nor that of two values that are no numbers."""
-    alike = (now == before) | (now.isnan() & before.isnan())
+    """The difference. Where equal, zero: the difference of two infinities is not, nor that of two values that are no numbers. Zero, too, of
+    what was infinite."""
+    alike = (now == before) | (now.isnan() & before.isnan()) | before.isinf()
     return torch.where(alike, 0.0, now - before)
 
 

@@ -1,5 +1,5 @@
-"""What a pass changes beside buffers and gradients: parameters that `forward()` writes, tensors and numbers that modules keep as attributes,
-and extra state.
+"""What a pass changes beside buffers and gradients: parameters that `forward()` writes, tensors and numbers that modules keep as
+attributes, and extra state.
 
 A step that is lost is done again, so all of it is put back. Parameters that are written (momentum encoders, initialization from the first
 batch, clipping of weights) have to be written alike on all ranks: a digest of them rides in the control word. Where ranks hold parts of
@@ -92,6 +92,8 @@ class WrittenParameters:
         if not self._seen:
             return []
         now = self._sight()
+        if not self._copies and not self._digests and now == self._seen:
+            return []
         changed = {index for index, (before, after) in enumerate(zip(self._seen, now, strict=True)) if before != after}
         for index, value in self._copies.items():
             if index not in changed and not same(self._named[index][1].detach(), value):
@@ -129,8 +131,8 @@ class WrittenParameters:
         """The error for parameters that were not written alike. `names`: of those that this rank wrote."""
         what = f"parameters {names[:3]} were written" if names else "another rank wrote a parameter"
         return ConfigurationError(
-            f"{what} in the passes of a step (by forward(), say), and not to the same values for all ranks and micro-batches, which depends "
-            "on each one's own samples: the replicas would drift apart. Compute it from the whole batch (shoal.whole_batch(x)), do it once "
+            f"{what} in the passes of a step (by forward(), say), and not to the same values for all ranks and micro-batches, but by each "
+            "one's own samples: the replicas would drift apart. Compute it from the whole batch (shoal.whole_batch(x)), do it once "
             "before as_distributed, or keep it in a buffer, whose changes are averaged",
             reason="PARAMETERS_WRITTEN",
         )
@@ -179,6 +181,11 @@ def written_in_vain(name: str, strategy: str) -> ConfigurationError:
     )
 
 
+def joined(writes: int, buffers: int) -> int:
+    """Returns one digest of what passes wrote to parameters and to buffers that must change alike; 0: nothing."""
+    return xxhash.xxh3_64_intdigest(f"{writes} {buffers}".encode()) or 1 if writes or buffers else 0
+
+
 def same(value: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors hold the same; values that are no numbers are equal to each other."""
     if value.shape != other.shape:
@@ -191,7 +198,8 @@ class ModuleAttributes:
 
     def __init__(self, module: nn.Module, *, numbers: bool = True) -> None:
         """`numbers`: those of the modules are the script's alone."""
-        self._module = module
+        # torch's own layers keep nothing that a pass changes.
+        self._parts = [part for part in module.modules() if not type(part).__module__.startswith("torch.nn.modules.")]
         self._numbers = _NUMBERS if numbers else frozenset()
         self._before: list[tuple[nn.Module, dict[str, Any]]] = []
         self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
@@ -202,7 +210,7 @@ class ModuleAttributes:
         """A step begins."""
         self._before, known, self._copies = [], self._copies, {}
         self._extra = []
-        for part in self._module.modules():
+        for part in self._parts:
             attributes = part.__dict__
             if type(part).get_extra_state is not nn.Module.get_extra_state:
                 self._extra.append((part, copy.deepcopy(part.get_extra_state())))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 
 import torch
-from shoal_common.errors import ConfigurationError, MembershipChanged
+from shoal_common.errors import ConfigurationError, MembershipChanged, ShoalError
 from shoal_common.failpoints import failpoint
 from torch import nn
 
@@ -292,6 +292,8 @@ class MeshEngine(MeshPasses):
             self._held.hidden.show_gradients()
             with LosingStep(self._session):
                 self._mesh.add(weight)
+            if weight > 0:
+                self._mesh.buffers.micro_batch_ends()
 
     @torch.no_grad()
     def _reduce(self, step: Step, share: Share) -> None:
@@ -312,6 +314,7 @@ class MeshEngine(MeshPasses):
             if step.lost is not None:
                 return
             failpoint("reduction.completed")
+            step.writes = self._digest_of_buffers(mesh)
             session.seal_step()
             failpoint("sharded.sealed")
             norm = mesh.gradients.squared_norm()
@@ -325,6 +328,16 @@ class MeshEngine(MeshPasses):
         if issued:
             IssuedCollectives.check(issued, self.strategy)
         self._close(Closing(number=self._applied + 1, squared_norm=norm, divisor=mesh.gradients.divisor), word)
+
+    def _digest_of_buffers(self, mesh: RankMesh) -> int:
+        digest = mesh.buffers.exact_digest()
+        if digest and mesh.cut.axes.pipeline > 1 and mesh.cut.axes.data > 1:  # ranks of other stages have others
+            raise mesh.buffers.apart()
+        return digest if mesh.cut.axes.pipeline == 1 else 0
+
+    def writes_apart(self) -> ShoalError:
+        """See `TrainingEngine`."""
+        return self._laid_out.buffers.apart()
 
     @property
     def _has_gradients(self) -> bool:

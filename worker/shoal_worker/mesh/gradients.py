@@ -87,7 +87,7 @@ class MeshGradients(abc.ABC):
             return
         self.add_all({name: gradient for name in self._pieces if (gradient := found.get(name)) is not None}, self.factor(weight))
         self._presence += torch.tensor([found.get(name) is not None for name in self._pieces]).to(self._presence)
-        self._changes.add_(changes.to(self._changes), alpha=weight)
+        self._changes.add_(changes.to(self._changes))
         self._weight += weight
 
     def add_all(self, gradients: Mapping[str, torch.Tensor], factor: float) -> None:
@@ -163,9 +163,8 @@ class MeshGradients(abc.ABC):
 
     @property
     def changes(self) -> torch.Tensor:
-        """Changes of the buffers, the mean over the batch."""
-        mean: torch.Tensor = self._changes / self.total_weight
-        return mean
+        """Changes of the buffers, summed over the batch."""
+        return self._changes
 
 
 class ReplicatedGradients(MeshGradients):

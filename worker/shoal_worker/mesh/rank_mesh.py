@@ -195,7 +195,8 @@ class RankMesh:
         if moment == "before":
             self.buffers.put_back()
         elif self.buffers.size:
-            self._weighed_changes += self.buffers.changes(self._weighed_changes) * self._micro_batches[index].weight
+            weight = self._micro_batches[index].weight
+            self._weighed_changes += self.buffers.changes(self._weighed_changes, weight, weight)
 
     def add(self, weight: float) -> None:
         """What the passes since the last time have left weighs so much.
@@ -204,10 +205,11 @@ class RankMesh:
             MembershipChanged: a rank failed or is gone.
         """
         if self._weighed_changes is None:
-            changes = self.buffers.changes(self.gradients.like)
+            changes = self.buffers.changes(self.gradients.like, weight, weight)
         else:
             total = sum(one.weight for one in self._micro_batches)
-            changes, self._weighed_changes = self._weighed_changes / (total or 1.0), None
+            changes = self.buffers.reweighted(self._weighed_changes, weight / (total or 1.0))
+            self._weighed_changes = None
         self.gradients.add(weight, self._collected(), changes)
         if self.gradients.sums_passes:
             self._sum_shared()

@@ -372,7 +372,7 @@ class AccumulatedReduction:
         # In float64, so that float32 times a whole number is exact.
         add_times(added, 1.0 if self._sums else weight)
         if weight != 0:
-            self._buffer_changes.add_(self._buffers.changes(self._buffer_changes), alpha=weight)
+            self._buffer_changes.add_(self._buffers.changes(self._buffer_changes, weight, weight))
             self._weight_sum += weight
         else:
             self._buffers.leave_out(self._buffer_changes)
@@ -431,7 +431,7 @@ class AccumulatedReduction:
 
     def write_buffers(self) -> None:
         """Replaces the buffers by their weighted mean over all micro-batches; keeps them if all weighed nothing."""
-        self._buffers.apply(self._buffer_changes / (float(self._weight_sum) or 1.0))
+        self._buffers.apply(self._buffer_changes)
         self._open = False
 
     def _start(self) -> None:

@@ -40,7 +40,7 @@ from shoal_worker.engine.parameters import (
     take_unsaved,
     unsaved_buffers,
 )
-from shoal_worker.engine.pass_writes import ModuleAttributes, WrittenParameters
+from shoal_worker.engine.pass_writes import ModuleAttributes, WrittenParameters, joined
 from shoal_worker.engine.passes import Loss, call_module, check_reproducible, loss_of
 from shoal_worker.engine.synchronized_norms import synchronize_norms
 from shoal_worker.replicated.buckets import AccumulatedReduction
@@ -263,7 +263,8 @@ class ReplicatedEngine(Engine):
 
     def writes_apart(self) -> ShoalError:
         """See `TrainingEngine`."""
-        return self._writes.apart(self._writes.names())
+        names = self._writes.names()
+        return self._step_buffers.apart() if self._step_buffers.exact_names() and not names else self._writes.apart(names)
 
     def batch_begins(self) -> None:
         """See `TrainingEngine`. Passes need not go through `forward`, and their gradients are to be noted from the first one on."""
@@ -279,6 +280,8 @@ class ReplicatedEngine(Engine):
         """See `TrainingEngine`."""
         self._accumulation().micro_batch_ends(weight)
         self._writes.micro_batch_ends()
+        if weight != 0:
+            self._step_buffers.micro_batch_ends()
         if self._tables is not None:
             self._tables.micro_batch_ends(weight)
 
@@ -317,7 +320,7 @@ class ReplicatedEngine(Engine):
         session.take_control_word(control)
 
     def _digest_of_writes(self) -> int:
-        return self._writes.digest()
+        return joined(self._writes.digest(), self._step_buffers.exact_digest())
 
     @torch.no_grad()
     def _sum_closing(self, group: Group, control: list[float]) -> list[float]:

@@ -149,8 +149,8 @@ class LocalSGDEngine(ReplicatedEngine):
         frozen = {name for name, parameter in self.module.named_parameters() if not parameter.requires_grad}
         if written := [name for name in self._writes.names() if name in frozen]:
             raise ConfigurationError(
-                f"parameter {written[0]!r} has requires_grad=False and was written in a pass (by forward(), say): with strategy='local_sgd' "
-                "the ranks average what is trained, and buffers: keep it in a buffer, or take ddp",
+                f"parameter {written[0]!r} has requires_grad=False and was written in a pass (by forward(), say): with strategy='local_sgd'"
+                " the ranks average what is trained, and buffers: keep it in a buffer, or take ddp",
                 reason="PARAMETERS_WRITTEN",
             )
         if not self._in_micro_batches:

@@ -156,7 +156,7 @@ class OverlappedReduction:
             changes = torch.zeros_like(self._changes)
             self._buffers.leave_out(changes)
         else:
-            changes = self._buffers.changes(self._changes) * factor
+            changes = self._buffers.changes(self._changes, factor, self._share.weight)
         group.all_reduce(changes)
         self._buffer_changes = changes
 
@@ -250,7 +250,7 @@ class OverlappedReduction:
                 self._changes.zero_()
                 self._buffers.leave_out(self._changes)
             elif self._buffers.size:
-                torch.mul(self._buffers.changes(self._changes), factor, out=self._changes)
+                self._changes.copy_(self._buffers.changes(self._changes, factor, self._share.weight))
         if self._compression is None:
             self._flight.send(bucket.flat)
             return

@@ -38,7 +38,7 @@ from shoal_worker.engine.hidden_parameters import refuse_loading
 from shoal_worker.engine.parameter_groups import ParameterGroup, alike, by_bytes, by_modules
 from shoal_worker.engine.parameters import take_unsaved
 from shoal_worker.engine.partitioned import ClosingSum, CutClosing
-from shoal_worker.engine.pass_writes import ModuleAttributes, WrittenParameters
+from shoal_worker.engine.pass_writes import ModuleAttributes, WrittenParameters, joined
 from shoal_worker.engine.passes import check_reproducible
 from shoal_worker.engine.synchronized_norms import synchronize_norms
 from shoal_worker.engine.tentative_update import TentativeUpdate
@@ -213,7 +213,8 @@ class ShardedEngine(ShardedPasses):
 
     def writes_apart(self) -> ShoalError:
         """See `TrainingEngine`."""
-        return self._writes.apart(self._writes.names())
+        names = self._writes.names()
+        return self._step_buffers.apart() if self._step_buffers.exact_names() and not names else self._writes.apart(names)
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """See `Engine`. A model on the meta device is made from it."""
@@ -290,8 +291,9 @@ class ShardedEngine(ShardedPasses):
         self._execution.end_passes()
         self._writes.micro_batch_ends()
         if weight > 0:
+            self._step_buffers.micro_batch_ends()
             self._weights += weight
-            changes = self._step_buffers.changes(_WIDE) * weight
+            changes = self._step_buffers.changes(_WIDE, weight, weight)
             self._changes = changes if self._changes is None else self._changes + changes
         else:
             self._step_buffers.leave_out(_WIDE)
@@ -307,10 +309,12 @@ class ShardedEngine(ShardedPasses):
             for _ in range(share.most_micro_batches - (share.micro_batches or 0)):
                 self._execution.take_part()
         self._execution.reduce_rest()
-        if self._carries_writes:
-            step.writes = self._writes.digest()
-        else:
+        if not self._carries_writes:
             self._writes.refuse()
+            for unit in self._held.units:
+                if unit.resident:
+                    unit.refuse_written()
+        step.writes = joined(self._writes.digest(), self._step_buffers.exact_digest())
         step.issues(CLOSING)
         if step.lost is not None or not self._seal():
             return
@@ -335,7 +339,7 @@ class ShardedEngine(ShardedPasses):
             divisor=total if self.config.loss_reduction == "mean" else 1.0,
             squared_norm=self._gradients.squared_norm(norm),
             present=[count > 0 for count in present.tolist()],
-            changes=changes / total,
+            changes=changes,
         )
         self._close(closing, word.tolist())
 
@@ -345,7 +349,10 @@ class ShardedEngine(ShardedPasses):
             return torch.zeros(self._step_buffers.size, dtype=torch.float64) if self._changes is None else self._changes
         share = step.share
         assert share is not None
-        return self._step_buffers.changes(_WIDE) * (share.weight / (share.total_weight or 1.0))
+        if not share.weight > 0:
+            self._step_buffers.leave_out(_WIDE)
+            return torch.zeros(self._step_buffers.size, dtype=torch.float64)
+        return self._step_buffers.changes(_WIDE, share.weight, share.weight)
 
     def _passes(self, name: str) -> bool:
         with LosingStep(self._session) as passing:

@@ -305,12 +305,12 @@ class Unit:
         elif self._gathering is None:
             self._gathered = False
             if self._full.untyped_storage().nbytes() and not self.resident:
-                self._refuse_written()
+                self.refuse_written()
                 self._point([self._full[:0]] * len(self.parameters))
                 self.hidden.hide()
                 self._full.untyped_storage().resize_(0)
 
-    def _refuse_written(self) -> None:
+    def refuse_written(self) -> None:
         """Raises ConfigurationError: a pass has written to the whole parameters, whose memory goes, or given one another memory."""
         if not self.in_step:
             return
@@ -332,7 +332,7 @@ class Unit:
     def changed(self) -> None:
         """The optimizer has stepped: what was gathered before is stale, but for what is not trained."""
         self.finish_gathering()
-        self.resident = False
+        self.resident = self.in_step = False
         if self.stage is Stage.PARAMETERS:
             self.free()
         elif not self.trained:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -75,6 +76,24 @@ class ShardedOptimizer(ForwardingOptimizer):
         session.registered.advance_with(optimizer)
         self._patch_step_hooks()
         self._refuse_step_hooks()
+
+    def __getattr__(self, name: str) -> Any:
+        """What this class lacks is the optimizer's; of its own methods those that would change parameters of which it has parts raise."""
+        value = super().__getattr__(name)
+        own = inspect.ismethod(value) and not name.startswith("_") and not hasattr(torch.optim.Optimizer, name)
+        if not own or not self.__dict__["_engine"].updates_parts:
+            return value
+
+        def refused(*args: Any, **kwargs: Any) -> Any:
+            kind = type(self.optimizer).__name__
+            raise ConfigurationError(
+                f"optimizer.{name}() with strategy={self._engine.strategy!r}: this process's {kind} has parts of the parameters, and what "
+                f"its own methods write to them would not come to the model. Take strategy='ddp', or call {kind}.{name} on the optimizer "
+                "that as_distributed was given, if it writes to no parameter",
+                reason="OPTIMIZER_METHOD",
+            )
+
+        return refused
 
     def _patch_step_hooks(self) -> None:
         self.__dict__.setdefault("_optimizer_step_pre_hooks", self.optimizer._optimizer_step_pre_hooks)

@@ -1,0 +1,68 @@
+"""Methods that an optimizer has beside torch's own."""
+
+import pytest
+import shoal
+import torch
+from shoal import ConfigurationError
+from torch import nn
+
+
+class Averaging(torch.optim.SGD):
+    """Writes parameters in a method of its own, as schedule-free optimizers do in `eval()`."""
+
+    def halve(self) -> float:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.mul_(0.5)
+        return 0.5
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "fsdp"])
+def test_a_method_that_could_write_parts_of_parameters_is_refused(strategy: str) -> None:
+    def call() -> None:
+        net = nn.Linear(4, 4)
+        _, optimizer = shoal.as_distributed(net, Averaging(net.parameters(), 0.1), strategy=strategy, elementwise_optimizer=True)
+        assert hasattr(optimizer, "halve")
+        with pytest.raises(ConfigurationError, match=r"optimizer\.halve\(\)"):
+            optimizer.halve()
+
+    shoal.launch(call, world_size=2)
+
+
+def test_under_ddp_it_is_the_optimizers_own() -> None:
+    def call() -> bool:
+        net = nn.Linear(4, 4)
+        before = net.weight.detach().clone()
+        _, optimizer = shoal.as_distributed(net, Averaging(net.parameters(), 0.1), strategy="ddp")
+        assert optimizer.halve() == 0.5
+        return torch.equal(net.weight, before * 0.5)
+
+    assert shoal.launch(call, world_size=1) == [True]
+
+
+def test_an_object_with_slots_is_registered() -> None:
+    class Count:
+        __slots__ = ("value",)
+
+        def __init__(self) -> None:
+            self.value = 0
+
+        def step(self) -> None:
+            self.value += 1
+
+        def state_dict(self) -> dict[str, int]:
+            return {"value": self.value}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.value = state["value"]
+
+    def call() -> int:
+        net = nn.Linear(4, 4)
+        shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
+        count = Count()
+        shoal.register_state(count=count)
+        count.step()
+        return count.value
+
+    assert shoal.launch(call, world_size=1) == [1]

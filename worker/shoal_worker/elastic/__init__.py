@@ -18,6 +18,6 @@ step, the same on all ranks that survive it.
 - Beside the model: `schedulers_and_scalers`, `group_members` (the parameters in an optimizer's groups), and
   `row_store` (rows of sparse tables, which servers hold).
 - Waiting: `waiting` (for what), `stall_watch` (whom this rank does not reach), `desync_detector`, `course` (what was issued in a step),
-  `divergence` and `replicas_compared` (ranks that have gone different ways), `progress` (what heartbeats and metrics tell), `told_loss`
+  `divergence`, `replicas_compared` and `batches_compared` (ranks that have gone different ways), `progress` (what heartbeats and metrics tell), `told_loss`
   (the loss in it).
 """

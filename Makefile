@@ -79,6 +79,7 @@ chaos: .venv/installed ## Run soaks, cut networks, simulated schedules (SEEDS, F
 	$(BIN)/python -m pytest tests/chaos $(PYTEST_ARGS)
 	$(BIN)/python -m pytest $(IN_TWO) --dist=worksteal --timeout=600 -m 'soak or not soak' tests/networks $(PYTEST_ARGS)
 	$(BIN)/python -m tests.simulation --exhaustive
+	$(BIN)/python -m tests.simulation --partitions
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first $(FIRST_SEED)
 	$(BIN)/python -m pytest $(IN_TWO) -m 'hypothesis and not matrix' --hypothesis-profile searching $(PYTEST_ARGS)
 	$(BIN)/python -m tests.history --seeds $(CHAOS_SEEDS) --faults $(CHAOS_FAULTS)

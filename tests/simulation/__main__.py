@@ -4,6 +4,7 @@
     python -m tests.simulation --scenario tests/simulation/scenarios/some.txt
     python -m tests.simulation --seeds 10000 --first 0
     python -m tests.simulation --exhaustive
+    python -m tests.simulation --partitions
 
 Ends with 1 if a run was wrong. Each that was is printed; of each kind the first that a process finds is shrunk.
 """
@@ -21,8 +22,8 @@ from pathlib import Path
 
 from tests.simulation import oracle
 from tests.simulation.campaign import Work, work_off
-from tests.simulation.exhaustive import cells
-from tests.simulation.scenario import ALL_STRATEGIES, LOOPS, Scenario, parse
+from tests.simulation.exhaustive import cells, parted_cells
+from tests.simulation.scenario import ALL_LOOPS, ALL_STRATEGIES, Scenario, parse
 from tests.simulation.seeds import scenario_of
 from tests.simulation.shrinking import shrink
 
@@ -40,7 +41,7 @@ def main() -> int:
     if options.seed is not None:
         return _show(scenario_of(options.seed), options)
     began, wrong, runs = time.monotonic(), Counter[str](), 0
-    pieces = _CELLS_A_PROCESS if options.exhaustive else _PIECES_A_PROCESS
+    pieces = _CELLS_A_PROCESS if options.exhaustive or options.partitions else _PIECES_A_PROCESS
     with multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=pieces) as pool:
         for work, done, failures in pool.imap_unordered(work_off, _works(options)):
             runs += done
@@ -62,18 +63,20 @@ def _options() -> argparse.Namespace:
     what.add_argument("--scenario", help="show the one in this file")
     what.add_argument("--seeds", type=int, help="run so many")
     what.add_argument("--exhaustive", action="store_true", help="run every tear of a step")
+    what.add_argument("--partitions", action="store_true", help="run a partition at every point of some steps")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--strategies", default=",".join(ALL_STRATEGIES))
-    parser.add_argument("--loops", default=",".join(LOOPS))
+    parser.add_argument("--loops", default=",".join(ALL_LOOPS))
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--shrink", action="store_true", help="with --seed or --scenario: print the smallest that fails alike")
     return parser.parse_args()
 
 
 def _works(options: argparse.Namespace) -> Iterable[Work]:
-    if options.exhaustive:
-        wanted = options.strategies.split(","), options.loops.split(",")
-        return [(strategy, loop) for strategy, loop in cells() if strategy in wanted[0] and loop in wanted[1]]
+    if options.exhaustive or options.partitions:
+        strategies, loops = options.strategies.split(","), options.loops.split(",")
+        kind, all_cells = ("tears", cells()) if options.exhaustive else ("partitions", parted_cells())
+        return [(kind, strategy, loop) for strategy, loop in all_cells if strategy in strategies and loop in loops]
     end = options.first + options.seeds
     return [("seeds", first, min(_AT_ONCE, end - first)) for first in range(options.first, end, _AT_ONCE)]
 

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from typing import Final
 
 from tests.simulation import oracle
-from tests.simulation.exhaustive import tears
+from tests.simulation.exhaustive import partitions, tears
 from tests.simulation.scenario import Scenario
 from tests.simulation.seeds import scenario_of
 from tests.simulation.shrinking import shrink
 
 _RUNS_A_COLLECTION: Final = 20
 
-Work = tuple[str, int, int] | tuple[str, str]
-"""("seeds", first, count), or (strategy, loop)."""
+Work = tuple[str, int, int] | tuple[str, str, str]
+"""("seeds", first, count), or ("tears" or "partitions", strategy, loop)."""
 
 
 def work_off(work: Work) -> tuple[Work, int, list[tuple[str, frozenset[str]]]]:
@@ -50,9 +50,10 @@ def _collect() -> None:
 
 
 def _scenarios(work: Work) -> Iterator[tuple[str, Scenario]]:
-    if len(work) == 3:
-        for seed in range(work[1], work[1] + work[2]):
+    kind, first, second = work
+    if isinstance(first, int) and isinstance(second, int):
+        for seed in range(first, first + second):
             yield f"seed {seed}:\n", scenario_of(seed)
     else:
-        for scenario in tears(*work):
+        for scenario in (partitions if kind == "partitions" else tears)(str(first), str(second)):
             yield "", scenario

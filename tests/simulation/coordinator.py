@@ -27,7 +27,7 @@ from shoal_coordinator.membership.events import Ending, Event, LeaseEnded, Membe
 from shoal_coordinator.membership.joining import Joined
 from shoal_coordinator.membership.pulse import Pulse, Pulses, attached, beaten, detached, expired
 from shoal_coordinator.membership.spec import JobSpec, Policy
-from shoal_coordinator.membership.state import Generation, Now, RunId
+from shoal_coordinator.membership.state import Generation, MemberPhase, Now, RunId
 from shoal_coordinator.membership.transition import Outcome, Transition, job_created, next_wake_ms, transition
 from shoal_coordinator.service.requests import parse_collective_failure, parse_heartbeat, parse_join, parse_leave, parse_ranks
 from shoal_coordinator.service.responses import announcement, job_message, ranks_message
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 _SCAN_S = 0.5
+_KEPT_OUT_MS = 5_000
+"""Shorter than the product's, so that who is kept out comes back within a run of a few steps."""
 _FASTEST_S, _SLOWEST_S = 0.0003, 0.004
 
 
@@ -84,7 +86,7 @@ class Coordinator:
         self.world = world
         self.state = job_created(spec, RunId())
         self.away = False
-        self._policy = Policy()
+        self._policy = Policy(kept_out_ms=_KEPT_OUT_MS) if world.scenario.parted else Policy()
         self._streams: dict[str, Stream] = {}
         self._opening: list[Stream] = []
         """Whose members are not let in yet."""
@@ -264,6 +266,8 @@ class Coordinator:
         if not self.away:
             for member_id in expired(self._pulses, self._now().ms, self.state.spec.lease_ms):
                 self.submit(LeaseEnded(member_id=member_id))
+            if self.world.scenario.parted:
+                self._wake()  # what heartbeats have told of steps that stand, and of peers in reach
 
     def _step(self, incarnation: int) -> None:
         self._stepping = False
@@ -281,6 +285,9 @@ class Coordinator:
             policy=self._policy,
         )
         self.state = decided.state
+        for member in self.state.members.values():
+            if member.phase is MemberPhase.QUARANTINED:
+                self.world.kept_out(member.identity.member_id)
         self._deliver([done for _, done in batch], decided)
         self._folded_ms = now.ms
         wake_ms = next_wake_ms(self.state, now.ms, self._policy)

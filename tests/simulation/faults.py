@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shoal_coordinator.membership.events import StopRequested
 
-from tests.simulation.scenario import CoordinatorAway, Dies, Drains, Fault, JobStops, Joins, SlowWrites, Stops, Torn
+from tests.simulation.scenario import CoordinatorAway, Dies, Drains, Fault, JobStops, Joins, Parted, SlowWrites, Stops, Torn
 from tests.simulation.scheduler import Killed
 
 if TYPE_CHECKING:
@@ -62,6 +62,9 @@ class Faults:
                 if not world.coordinator.away:
                     world.stopped_at = world.stopped_at if world.stopped_at is not None else world.scheduler.now
                 world.coordinator.submit(StopRequested(reason="a person stopped it"))
+            case Parted():
+                world.note(f"{fault.one} is cut off from {' '.join(fault.others)} for {fault.seconds} s")
+                world.network.cut(fault.one, fault.others, fault.seconds)
             case CoordinatorAway() if not world.coordinator.away:
                 world.note(f"the coordinator is away for {fault.seconds} s")
                 world.coordinator.go_away()

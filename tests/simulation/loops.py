@@ -19,13 +19,16 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 
 from tests.simulation.processes import Process
-from tests.simulation.scenario import DIVIDED, Joins, Scenario
+from tests.simulation.scenario import DIVIDED, SAVING, Joins, Scenario
+from tests.simulation.scheduler import own_scheduler
 
 BATCH = 12
 MICRO = 2
 EPOCHS = 2
 BREAKS_IN = 2
 """The step of the second epoch in which a loop breaks off, from 1."""
+_STEP_S = 3.0
+"""How long a step takes where a partition is to end before the run does. Elsewhere it takes no more than its messages."""
 _KEPT = 0.8
 """What a step leaves of the averaged weights of the loop EMA."""
 _WHOLE = ("ddp", "zero1", "zero2", "local_sgd")
@@ -129,7 +132,7 @@ class Training:
         self.averaged = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(_KEPT)) if scenario.loop == "EMA" else None
         self.average = Average()
         # Steps may be undone after others have counted them: with a checkpoint, and in a round of local_sgd.
-        undone = scenario.loop == "save" or scenario.strategy == "local_sgd"
+        undone = scenario.loop in SAVING or scenario.strategy == "local_sgd"
         others = scenario.replaced or undone or any(isinstance(fault, Joins) for fault in scenario.faults)
         if self.scaler is not None:
             shoal.register_state(scaler=self.scaler)
@@ -141,7 +144,7 @@ class Training:
 
     def run(self) -> None:
         """The loop, and what follows it."""
-        if self.scenario.loop == "save":
+        if self.scenario.loop in SAVING:
             shoal.resume(self._checkpoints)
         if self.plain is not None:
             self._run_plain(self.plain)
@@ -202,6 +205,8 @@ class Training:
         self.optimizer.zero_grad()
         session, diary = current_session(), self.process.diary
         self.process.world.step_ended(self.process, session.steps)
+        if self.scenario.parted:
+            own_scheduler().pause(_STEP_S)
         diary.statuses.append((session.steps, status.value))
         if self.scenario.strategy in _WHOLE and not getattr(self.model, "steps_in_round", 0):
             diary.values[session.steps] = flattened(self.net)
@@ -224,6 +229,18 @@ class Training:
         if self.loader.global_step % 2 == 0:
             shoal.save_checkpoint(self._checkpoints)
 
+    def _operations(self, _: int) -> None:
+        """One of each that users have between steps, and that no other loop has there."""
+        diary, steps = self.process.diary, current_session().steps
+        if self.loader.global_step % 2 == 0:
+            diary.told.append((steps, shoal.all_reduce(1.0 + steps, "mean")))
+            shoal.gather({"steps": steps})
+            shoal.barrier()
+            shoal.should_early_stop(float(steps), patience=100)
+            torch.distributed.all_reduce(torch.ones(2), group=shoal.process_group())
+            self.model.full_state_dict()
+            shoal.save_checkpoint(self._checkpoints)
+
     @property
     def _checkpoints(self) -> Path:
         return self.process.world.checkpoints
@@ -242,7 +259,7 @@ class Training:
             state = self.net.state_dict()
         else:
             self._tell()
-            if self.scenario.loop == "save":
+            if self.scenario.loop in SAVING:
                 shoal.save_checkpoint(self._checkpoints)
             state = self.model.full_state_dict()
         self.process.diary.ended_with = {

@@ -17,7 +17,7 @@ from shoal_worker.data.record import audit
 from tests.simulation import loops, seams
 from tests.simulation.holdings import parts_by_rank, replica_size
 from tests.simulation.processes import Process
-from tests.simulation.scenario import DIVIDED, Drains, Fault, JobStops, Scenario, SlowWrites, Torn
+from tests.simulation.scenario import DIVIDED, SAVING, Drains, Fault, JobStops, Scenario, SlowWrites, Torn
 from tests.simulation.transfers import tensors_of
 from tests.simulation.world import World
 
@@ -116,7 +116,7 @@ def _judge(verdict: Verdict, audited: Any) -> None:
     slow = any(process.stood_still_s >= _LONG_S for process in world.processes) or any(
         isinstance(fault, SlowWrites) and fault.seconds >= _LONG_S for fault in scenario.faults
     )
-    if world.timeouts and not _unheard(world) and not slow:
+    if world.timeouts and not _unheard(world) and not slow and not scenario.parted:
         wrong("timeout", f"{len(world.timeouts)} waits took a whole timeout: {world.timeouts[0]}")
     _judge_statuses(world, wrong)
     _judge_returns(world, survivors, wrong)
@@ -223,7 +223,7 @@ def _judge_beginnings(world: World, wrong: Any) -> None:
     """Who comes later goes on with what the others have reached."""
     for process in world.processes:
         begins = process.diary.statuses[0][0] if process.diary.statuses else process.steps_before
-        went_back = world.scenario.loop == "save" and (world.holdings.ever_lost() or not process.peers_before)
+        went_back = world.scenario.loop in SAVING and (world.holdings.ever_lost() or not process.peers_before)
         if process.late and begins < process.steps_before and not went_back:
             wrong("restarted", f"{process.name} began with step {begins} when {process.steps_before} had been committed")
 
@@ -236,7 +236,7 @@ def _is_excused(world: World, process: Process) -> bool:
     failure = process.failure or ""
     if _ALL_GONE in failure:
         fed = bool(process.diary.statuses) or not process.late
-        checkpoint = world.scenario.loop == "save" and process.newest_checkpoint is not None
+        checkpoint = world.scenario.loop in SAVING and process.newest_checkpoint is not None
         return not fed and not checkpoint and _finds_nobody(world, process)
     if _GIVEN_UP in failure:  # who was to write a part of the last checkpoint was lost as it did
         return any(one.diary.statuses and one.diary.statuses[-1][0] >= process.steps for one, _ in world.losses)
@@ -292,7 +292,7 @@ def _may_be_lost(world: World, process: Process) -> bool:
         return len(world.processes) - len(gone) < replica_size(loops.options_of(scenario))
     if not world.holdings.lost(at, to=process.name):
         return False
-    if scenario.loop != "save" or (world.stopped_at is not None and world.stopped_at <= at):
+    if scenario.loop not in SAVING or (world.stopped_at is not None and world.stopped_at <= at):
         return True
     return _NO_WAY_BACK in failure and not _has_checkpoint(process)
 
@@ -388,7 +388,7 @@ def _judge_saved(world: World, finishers: list[Process], wrong: Any) -> None:
     last = max(finishers, key=lambda process: process.ended_at or 0.0)
     assert last.diary.ended_with is not None
     steps = last.diary.ended_with["steps"]
-    if world.scenario.loop == "save" and last.exit_code == 0 and last.newest_checkpoint != steps:
+    if world.scenario.loop in SAVING and last.exit_code == 0 and last.newest_checkpoint != steps:
         wrong("saved", f"{last.name} ended after {steps} steps, and the newest checkpoint is of {last.newest_checkpoint}")
 
 

@@ -48,6 +48,8 @@ class Meeting:
         self.works: dict[int, CollectiveWork] = {}
         self.results: list[Collective] | None = None
         self.torn = False
+        self.held_back: dict[int, bool] = {}
+        """Whether a partition keeps the result from a rank that it does not separate from anyone."""
 
 
 class Room:
@@ -62,10 +64,10 @@ class Room:
         self._mailed: dict[tuple[int, int], float] = {}
         """When the last message from one rank to another comes."""
 
-    @property
-    def full(self) -> bool:
-        """All ranks have come, and none has gone again: who comes later finds its door closed."""
-        return len(self.sides) == self.size and all(side.ended is None for side in self.sides.values())
+    def is_open_to(self, process: Process) -> bool:
+        """All ranks have come, and none has gone again: who comes later finds its door closed. `process` reaches all of them."""
+        full = len(self.sides) == self.size and all(side.ended is None for side in self.sides.values())
+        return full and process.name not in self.world.network.separated(side.process.name for side in self.sides.values())
 
     def issue(self, rank: int, call: Collective) -> CollectiveWork:
         """`rank`'s part in its next collective."""
@@ -118,6 +120,9 @@ class Room:
         work = meeting.works[rank]
         if work.side.ended is not None or work.done:
             return
+        if self._is_held_back(meeting, rank):
+            self.world.network.when_healed(lambda: self.deliver(meeting, rank))
+            return
         if not all(map(_is_there, work.call.outputs)):
             self.world.violated("memory", f"{work.side.process.name} freed what collective {meeting.number} of {self.name} writes to")
             return
@@ -132,12 +137,24 @@ class Room:
         work.done = True
         work.side.pending.remove(work)
 
+    def _is_held_back(self, meeting: Meeting, rank: int) -> bool:
+        """A rank that is cut off from another gets nothing. The others may need what passes between those, as in a ring, or not."""
+        separated = self.world.network.separated(side.process.name for side in self.sides.values())
+        if not separated or (meeting.kind in _FROM_ROOT and rank == meeting.works[rank].call.root):
+            return False
+        if self.sides[rank].process.name in separated:
+            return True
+        if rank not in meeting.held_back:
+            meeting.held_back[rank] = self.world.scheduler.random.random() < 0.5
+        return meeting.held_back[rank]
+
     def send(self, rank: int, peer: int, tag: int, tensor: torch.Tensor) -> None:
         """A message that is on its way whatever becomes of the sender, behind those that were sent before."""
         box, message, scheduler = self._mail.setdefault((rank, peer, tag), []), tensor.detach().clone(), self.world.scheduler
         comes_at = max(self._mailed.get((rank, peer), 0.0), scheduler.now + self.world.delay(_FASTEST_S, _SLOWEST_S)) + 1e-6
         self._mailed[rank, peer] = comes_at
-        scheduler.after(comes_at - scheduler.now, lambda: box.append(message))
+        sender, receiver = self.sides[rank].process, self.sides[peer].process
+        scheduler.after(comes_at - scheduler.now, lambda: self.world.network.between(sender, receiver, lambda: box.append(message)))
 
     def mail(self, source: int, rank: int, tag: int) -> list[torch.Tensor]:
         """What has come from `source`."""
@@ -166,7 +183,8 @@ class Side:
         for other in self.room.sides.values():
             if other.ended is None:
                 told = f"{self.process.name} closed its connection ({reason[:60]})"
-                world.scheduler.after(world.delay(_FASTEST_S, _LONGEST_NOTICE_S), lambda other=other, told=told: other.notice(told))
+                tell = lambda other=other, told=told: world.network.between(self.process, other.process, lambda: other.notice(told))  # noqa: E731
+                world.scheduler.after(world.delay(_FASTEST_S, _LONGEST_NOTICE_S), tell)
 
     def notice(self, reason: str) -> None:
         """A peer has gone."""
@@ -240,7 +258,9 @@ class CollectiveWork(Work):
         side, room = self.side, self.side.room
         what = f"in {self.meeting.kind.value}, collective {self.meeting.number} of {room.name}"
         limit = (timeout or side.backend.timeout).total_seconds()
-        if not own_scheduler().wait(condition, limit, what):
+        with side.backend.noted_wait(what):
+            came = own_scheduler().wait(condition, limit, what)
+        if not came:
             missing = [other.process.name for rank, other in room.sides.items() if rank not in self.meeting.works]
             room.world.timed_out(f"{side.process.name} {what}: {', '.join(missing)} did not come")
             side.backend.abort(f"timed out after {limit:g} s {what}")
@@ -293,7 +313,9 @@ class _ReceiveWork(Work):
         box = side.room.mail(self._source, side.rank, self._tag)
         limit = (timeout or side.backend.timeout).total_seconds()
         what = f"for a message of rank {self._source} of {side.room.name}"
-        if not own_scheduler().wait(lambda: bool(box) or side.ended is not None, limit, what):
+        with side.backend.noted_wait(what):
+            came = own_scheduler().wait(lambda: bool(box) or side.ended is not None, limit, what)
+        if not came:
             side.room.world.timed_out(f"{side.process.name} {what}")
             side.backend.abort(f"timed out after {limit:g} s {what}")
         if side.ended is not None:
@@ -371,7 +393,7 @@ class SimulatedBackend(CommunicationBackend):
         if self._reason is not None:
             side.end(self._reason)
         came = own_scheduler().wait(
-            lambda: room.full or side.ended is not None, connect_timeout.total_seconds(), f"for {room.name} to come"
+            lambda: room.is_open_to(self._process) or side.ended is not None, connect_timeout.total_seconds(), f"for {room.name} to come"
         )
         if side.ended is not None:
             raise GroupEndedError(side.ended)
@@ -379,6 +401,10 @@ class SimulatedBackend(CommunicationBackend):
             side.end("not all came")
             raise DeadlineError(f"connecting {room.name} took longer than {connect_timeout.total_seconds():g} s", reason="CONNECT_TIMEOUT")
         return SimulatedGroup(side)
+
+    def noted_wait(self, what: str) -> contextlib.AbstractContextManager[object]:
+        """While open, this rank waits in `what`, as its stall watch looks for where some ranks are cut off from others."""
+        return self.waits.of(what) if self._process.world.scenario.parted else contextlib.nullcontext()
 
     def order(self, work: dist.Work) -> None:
         """See `CommunicationBackend`. On devices what a lost collective leaves is garbage, and nobody is told before `settle`."""

@@ -95,6 +95,21 @@ class CoordinatorAway:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Parted:
+    """Nothing passes between one process and some others for a while. The coordinator and the store reach all of them."""
+
+    who: str
+    point: int
+    one: str
+    others: tuple[str, ...]
+    seconds: int
+    pattern: ClassVar[str] = r"at point (?P<point>\d+) of (?P<who>\w+): (?P<one>\w+) is cut off from (?P<others>[\w ]+) for (?P<seconds>\d+) s"
+
+    def __str__(self) -> str:
+        return f"at point {self.point} of {self.who}: {self.one} is cut off from {' '.join(self.others)} for {self.seconds} s"
+
+
+@dataclass(frozen=True, kw_only=True)
 class SlowWrites:
     """What a process writes to the disk takes so long."""
 
@@ -131,8 +146,8 @@ class Torn:
         return f"collective {self.collective} of {where}: {end}, {' '.join(self.got) or 'nobody'} got it"
 
 
-Fault: TypeAlias = Dies | Stops | Drains | Joins | JobStops | CoordinatorAway | SlowWrites | Torn
-_KINDS: tuple[type[Fault], ...] = (Dies, Stops, Drains, Joins, JobStops, CoordinatorAway, SlowWrites)
+Fault: TypeAlias = Dies | Stops | Drains | Joins | JobStops | CoordinatorAway | Parted | SlowWrites | Torn
+_KINDS: tuple[type[Fault], ...] = (Dies, Stops, Drains, Joins, JobStops, CoordinatorAway, Parted, SlowWrites)
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "hybrid", "local_sgd")
 """Strategies that numbered schedules draw from. A number means another schedule when this list changes."""
@@ -140,6 +155,10 @@ ALL_STRATEGIES = (*STRATEGIES, "pipeline")
 DIVIDED = ("hybrid", "pipeline")
 """Several ranks hold a replica of the model between them, where their number is even."""
 LOOPS = ("flat", "micro-batches", "clip", "scaler", "scheduler", "EMA", "evaluate", "save", "break", "enumerate", "plain")
+SAVING = ("save", "operations")
+"""Loops that save checkpoints."""
+ALL_LOOPS = (*LOOPS, "operations")
+"""With a loop that only partitions are tried on: one of each operation between steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +183,11 @@ class Scenario:
         head += ["replaced"] if self.replaced else []
         head += ["on devices"] if self.devices else []
         return "\n".join([", ".join([*head, f"schedule {self.schedule}"]), *map(str, self.faults)])
+
+    @property
+    def parted(self) -> bool:
+        """Some processes cannot reach others for a while."""
+        return any(isinstance(fault, Parted) for fault in self.faults)
 
     def without_faults(self) -> Scenario:
         """The run that it must end like."""
@@ -205,5 +229,11 @@ def _parse_fault(line: str) -> Fault:
         )
     for kind in _KINDS:
         if (found := re.fullmatch(kind.pattern, line)) is not None:
-            return kind(**{name: value if name == "who" else int(value) for name, value in found.groupdict().items()})
+            return kind(**{name: _field(name, value) for name, value in found.groupdict().items()})
     raise ValueError(f"{line!r} is no fault of a scenario")
+
+
+def _field(name: str, value: str) -> str | int | tuple[str, ...]:
+    if name in ("who", "one"):
+        return value
+    return tuple(value.split()) if name == "others" else int(value)

@@ -107,6 +107,16 @@ class Scheduler:
         """Lets virtual time pass."""
         self.wait(_never, seconds, f"for {seconds:g} s")
 
+    def pause(self, seconds: float) -> None:
+        """Lets virtual time pass where a script computes: that is no point of it."""
+        actor = current_actor()
+        assert actor is not None
+        main, actor.main = actor.main, False
+        try:
+            self.sleep(seconds)
+        finally:
+            actor.main = main
+
     def after(self, seconds: float, callback: Callable[[], None]) -> None:
         """Calls `callback` then, on any thread."""
         heapq.heappush(self._timers, (self.now + seconds, next(self._numbers), callback))

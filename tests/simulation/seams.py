@@ -1,13 +1,14 @@
 """Where simulated parts take the place of real ones in the product's modules. Everything else is the product's own code.
 
 time.monotonic, time.sleep      virtual, in threads of simulated processes; real in all others
+ProgressMeter                   has the virtual clock
 backoff: _CHANCE                the scheduler's: a schedule is the same each time
 link, writer: threading         their threads and conditions take turns (threads.py)
 writer: ThreadPoolExecutor      reads files at once
 membership: RedisStore          the stores over which ranks meet (transfers.py)
 membership: backend_class       process groups of simulated ranks (rooms.py)
-membership: unreachable         everybody is reached
-membership: StallWatch          not begun: it looks at sockets
+membership, stall_watch: unreachable    whom the simulated network cuts off
+membership: StallWatch          begun only where some are cut off; its thread takes turns
 transfer: take_state            state that travels (transfers.py)
 loader: _sample_record          a file for each process
 failpoints                      are points of the scenario
@@ -19,7 +20,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -28,7 +29,9 @@ from shoal_common import backoff, failpoints
 from shoal_worker.backends import worlds
 from shoal_worker.checkpoint import writer
 from shoal_worker.data import loader
-from shoal_worker.elastic import link, membership, transfer
+from shoal_worker.elastic import link, membership, stall_watch, transfer
+from shoal_worker.elastic.progress import ProgressMeter
+from shoal_worker.elastic.stall_watch import StallWatch
 
 from tests.simulation.processes import own_process
 from tests.simulation.rooms import SimulatedBackend
@@ -55,8 +58,11 @@ def installed() -> Iterator[None]:
             (writer, "ThreadPoolExecutor", InlineExecutor),
             (membership, "RedisStore", SimulatedStore),
             (membership, "backend_class", lambda _: lambda: SimulatedBackend(own_process())),
-            (membership, "unreachable", lambda *_, **__: []),
-            (membership, "StallWatch", _NoWatch),
+            (membership, "unreachable", _unreachable),
+            (membership, "StallWatch", _watch),
+            (stall_watch, "unreachable", _unreachable),
+            (stall_watch, "threading", SimulatedThreading),
+            (ProgressMeter.__init__, "__kwdefaults__", {"clock": _monotonic}),
             (transfer, "take_state", take_state),
             (loader, "_sample_record", lambda: own_process().record_samples()),
             (failpoints, "_wanted", _Failpoints),
@@ -108,6 +114,18 @@ class _NoWatch:
 
     def close(self) -> None:
         """Nothing to end."""
+
+
+def _watch(*arguments: Any) -> Any:
+    """What watches a member: it has nothing to do where all reach each other."""
+    return StallWatch(*arguments) if own_process().world.scenario.parted else _NoWatch()
+
+
+def _unreachable(peers: Mapping[int, str], **_: object) -> list[int]:
+    """In the place of `stall_watch.unreachable`."""
+    process = own_process()
+    donors = process.world.donors
+    return sorted(rank for rank, address in peers.items() if not process.world.network.reaches(process.name, donors[address].name))
 
 
 _NO_POINTS = {"reduction.under_way"}

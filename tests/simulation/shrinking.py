@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from tests.simulation.scenario import LOOPS, Scenario, Torn
+from tests.simulation.scenario import ALL_LOOPS, Scenario, Torn
 
 
 def shrink(scenario: Scenario, fails: Callable[[Scenario], bool], *, most_runs: int = 150) -> Scenario:
@@ -36,7 +36,7 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
         yield replace(scenario, devices=False)
     if scenario.ranks > 2:
         yield replace(scenario, ranks=scenario.ranks - 1)
-    for loop in LOOPS[: LOOPS.index(scenario.loop)][:1]:
+    for loop in ALL_LOOPS[: ALL_LOOPS.index(scenario.loop)][:1]:
         yield replace(scenario, loop=loop)
     if scenario.strategy not in ("ddp", "zero3"):
         yield from (replace(scenario, strategy=strategy) for strategy in ("ddp", "zero3"))

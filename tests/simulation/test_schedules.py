@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from tests.simulation import oracle
-from tests.simulation.exhaustive import tears
+from tests.simulation.exhaustive import partitions, tears
 from tests.simulation.scenario import LOOPS, STRATEGIES, Scenario
 from tests.simulation.seeds import scenario_of
 
@@ -68,6 +68,23 @@ def test_a_step_on_devices_may_be_torn_anywhere(strategy: str, loop: str, every:
     """Where a collective is lost the device goes on with garbage, and the host is not told."""
     for scenario in itertools.islice(tears(strategy, loop), 3, None, every):
         _check(dataclasses.replace(scenario, devices=True))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "loop"),
+    [
+        ("ddp", "evaluate"),
+        ("zero2", "operations"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("local_sgd", "operations"), ("zero3", "save"), ("hsdp", "evaluate"), ("hybrid", "operations"), ("pipeline", "save"))
+        ),
+    ],
+)
+def test_ranks_may_be_cut_off_from_others_anywhere(strategy: str, loop: str) -> None:
+    """In a step, at an epoch's end and in each operation; who returns to peers that have gone on is replaced."""
+    for scenario in itertools.islice(partitions(strategy, loop, every=1), 3, None, 47):
+        _check(scenario)
 
 
 def _check(scenario: Scenario) -> None:

@@ -58,10 +58,30 @@ class SimulatedThread:
         own_scheduler().wait(lambda: not self.is_alive(), timeout, f"for {self.name} to end")
 
 
+class SimulatedEvent:
+    """Set once."""
+
+    def __init__(self) -> None:
+        self._set = False
+
+    def set(self) -> None:
+        """All that wait may go on."""
+        self._set = True
+
+    def is_set(self) -> bool:
+        """It was set."""
+        return self._set
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until it is set."""
+        return own_scheduler().wait(self.is_set, timeout, "for an event")
+
+
 class SimulatedThreading:
-    """Of the module `threading`, what the link and the writer of checkpoints use."""
+    """Of the module `threading`, what the link, the stall watch and the writer of checkpoints use."""
 
     Condition = SimulatedCondition
+    Event = SimulatedEvent
     Thread = SimulatedThread
 
     class Lock:

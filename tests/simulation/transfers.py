@@ -51,6 +51,11 @@ class SimulatedDonor:
         process.world.donors[self.address] = self
 
     @property
+    def name(self) -> str:
+        """That of its process."""
+        return self._process.name
+
+    @property
     def gone(self) -> bool:
         """It serves nobody any more."""
         return self._process.dead or self._process.ended
@@ -105,9 +110,12 @@ def take_state(
     def broken() -> bool:
         return connection.shut or any(donor.gone or donor.refuses(nonce) for donor in donors)
 
+    def offered_here() -> bool:
+        return all(donor.offers(nonce) and world.network.reaches(own_process().name, donor.name) for donor in donors)
+
     patience = min(timeout.total_seconds(), _BLOCK_TIMEOUT_S)
-    scheduler.wait(lambda: broken() or all(donor.offers(nonce) for donor in donors), patience, f"for the state of {', '.join(addresses)}")
-    if broken() or not all(donor.offers(nonce) for donor in donors):
+    scheduler.wait(lambda: broken() or offered_here(), patience, f"for the state of {', '.join(addresses)}")
+    if broken() or not offered_here():
         raise UnavailableError(f"donors {addresses} went away before they sent their state", reason="DONOR_LOST")
     for donor in donors:
         donor.serve(connection)

@@ -17,6 +17,7 @@ from shoal_coordinator.membership.spec import JobSpec
 from tests.simulation.coordinator import Coordinator, SimulatedClient
 from tests.simulation.faults import Faults
 from tests.simulation.holdings import Holdings
+from tests.simulation.network import Network
 from tests.simulation.processes import Process
 from tests.simulation.rooms import Room
 from tests.simulation.scenario import Scenario
@@ -44,6 +45,7 @@ class World:
         self.records = self.directory / "records"
         self.checkpoints = self.directory / "checkpoints"
         self.faults = Faults(self, scenario.faults)
+        self.network = Network(self)
         self.processes: list[Process] = []
         self._in_place_of: dict[Process, Process] = {}
         """The first of those that ran in a process's place one after the other."""
@@ -60,6 +62,8 @@ class World:
         """How many each generation has had."""
         self.first_collectives: dict[int, int] = {}
         """For each number of committed steps: the first collective after the step, where no fault is."""
+        self.first_points: dict[int, int] = {}
+        """For each number of committed steps: the first point of the first process after the step."""
         self.at_end: Callable[[], None] = lambda: None
         """Called before the files of the run are removed."""
         self.steps = 0
@@ -146,7 +150,13 @@ class World:
     def left_out(self, member_id: str) -> None:
         """The coordinator has no such member any more: one that stands still is lost to its peers."""
         for process in self.processes:
-            if process.name == member_id and process.still_until > self.scheduler.now:
+            if process.name == member_id and (process.still_until > self.scheduler.now):
+                self.lost(process)
+
+    def kept_out(self, member_id: str) -> None:
+        """The coordinator lets its peers go on without it, since it does not reach one of them."""
+        for process in self.processes:
+            if process.name == member_id:
                 self.lost(process)
 
     def _report(self, report: ExitReported) -> None:
@@ -221,6 +231,8 @@ class World:
             self.violated("restarted", f"{process.name} takes step {steps}, after which {ended[0].name} has come to its end")
         self.steps = max(self.steps, steps)
         self.first_collectives.setdefault(steps, self.collectives[1] + 1)
+        if process is self.processes[0]:
+            self.first_points.setdefault(steps, process.points + 1)
 
     def note(self, text: str) -> None:
         """For who reads what happened."""

@@ -61,6 +61,20 @@ def test_a_rank_of_an_older_state_that_is_not_in_doubt_takes_the_newest_from_all
     assert plan.behind == (1,)
 
 
+def test_ranks_whose_peers_took_steps_without_them_are_replaced_and_take_no_state() -> None:
+    in_an_operation = standing((1, 20), operations=1, outcomes=20, interrupted=(1, True))
+    in_a_step = standing((1, 20), doubt=(1, 21), outcomes=21, interrupted=(1, False))
+    before_its_first_state = standing(None)
+    plan = reconcile([standing((3, 168), outcomes=169), in_an_operation, in_a_step, before_its_first_state])
+    assert plan.overtaken == (1, 2, 3)
+    assert (plan.behind, plan.moving, plan.decided) == ((), (), ())
+
+
+def test_a_rank_that_missed_the_return_to_a_checkpoint_is_behind_but_not_overtaken() -> None:
+    plan = reconcile([standing((3, 10), operations=1, outcomes=20), standing((1, 20), outcomes=20)])
+    assert (plan.overtaken, plan.behind) == ((), (1,))
+
+
 def test_a_later_generation_wins_over_a_higher_step() -> None:
     plan = reconcile([standing((1, 9)), standing((2, 7))])
     assert plan.newest == StateName(2, 7)
@@ -166,8 +180,9 @@ def test_nobody_waits_for_ranks_that_do_not_move_and_each_that_holds_too_little_
     members = [r for r, s in enumerate(ranks) if not s.spectator]
     assert set(plan.moving) <= set(members)
     assert not set(plan.decided) & set(plan.behind)
-    if not plan.moving:
-        assert {ranks[r].outcomes for r in members if r not in plan.behind} <= {plan.outcomes}
+    assert not set(plan.overtaken) & {*plan.behind, *plan.decided, *plan.donors}
+    if not plan.moving and not plan.overtaken:
+        assert {ranks[r].outcomes for r in members} <= {plan.outcomes}
         assert not plan.decided
 
 

@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import Final, NoReturn
 
-from shoal_common.errors import ConfigurationError, MembershipChanged
+from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -143,6 +143,10 @@ class FixedMembership:
     def failed(self, error: BaseException) -> NoReturn:
         """See `Member`. Raises MembershipChanged: there is no other generation."""
         raise MembershipChanged(f"the launch is over, its ranks can only go on together: {error}") from error
+
+    def give_up_place(self, why: str) -> NoReturn:
+        """See `Member`. Not called: the ranks take all steps together."""
+        raise PreconditionError(why, reason="MEMBER_BEHIND")
 
     def check_current(self, generation: int) -> None:
         """See `Member`: nobody is put out."""

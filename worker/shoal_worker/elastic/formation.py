@@ -6,6 +6,8 @@
   for the next one. So when a generation stands, every member's script has been told of the same outcomes.
 - Nobody but a joiner takes a state from peers, and a rank whose peers read a checkpoint while it did not. A rank in doubt applies its own
   step.
+- A rank that its peers took steps without, as while a cable was cut, leaves when it meets them again, and its process ends to be replaced:
+  its script stands in an operation or a step that they finished long ago.
 - A joiner is a spectator of its first generation until all others stand at a border; there it is fed. So it never sees a state in the
   middle of the users' code between two steps.
 
@@ -20,7 +22,7 @@ import logging
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 from shoal_common.errors import ConfigurationError, DeadlineError, MembershipChanged, PreconditionError, UnavailableError
 from shoal_common.failpoints import failpoint
@@ -335,6 +337,8 @@ class Formation:
                 f"the state {plan.newest} is lost: no rank that holds it can give it (an update failed half way on each); "
                 "restart from a checkpoint"
             )
+        if plan.overtaken:
+            self._replace_overtaken(group, plan)
         if plan.apart:
             raise operations_apart(f"ranks {list(plan.apart)} were in an operation between steps, others in a step")
         if plan.behind or plan.results_from is not None:
@@ -360,6 +364,17 @@ class Formation:
             self._outcomes_due = plan.outcomes
         self._spectators = plan.spectators
         return plan
+
+    def _replace_overtaken(self, group: Group, plan: Reconciliation) -> NoReturn:
+        """Raises PreconditionError on a rank that its peers took steps without, which has left by then, and MembershipChanged on the
+        others: they go on in the next generation."""
+        if group.rank in plan.overtaken:
+            assert plan.newest is not None
+            self.membership.give_up_place(
+                f"its peers took steps without it: it has {self._held.steps}, and they have {plan.newest.step}; a replacement takes their "
+                "state"
+            )
+        raise MembershipChanged(f"ranks {list(plan.overtaken)} were away while the others took steps, and are replaced")
 
     def _catch_up(self, group: Group, plan: Reconciliation) -> None:
         held = self._held

@@ -297,6 +297,10 @@ class CoordinatorLink:
         """Marks this member as leaving at the next border (SIGTERM). Async-signal-safe: sets one field."""
         self._drain = reason
 
+    def fall_behind(self, why: str) -> None:
+        """This member cannot go on in its job: from now on `put_out` says so, and whoever waits here raises it."""
+        self._fail(PreconditionError(why, reason="MEMBER_BEHIND"))
+
     def leave(
         self,
         reason: LeaveReason,
@@ -456,7 +460,7 @@ class CoordinatorLink:
         if generation is not None:
             self._on_generation(generation)
         if kind == "stop" and directive.stop.behind:
-            self._fail(PreconditionError(f"the run went on without it and ends: {directive.stop.reason}", reason="MEMBER_BEHIND"))
+            self.fall_behind(f"the run went on without it and ends: {directive.stop.reason}")
         if kind == "stop" and directive.stop.now:
             self._on_stop_now()
         with self._changed:
@@ -491,7 +495,7 @@ class CoordinatorLink:
             raise UnavailableError(f"the coordinator does not say who is in generation {number}: {error}") from error
 
     def _fail(self, error: ShoalError) -> None:
-        _log.info("the coordinator refuses this member: %s", error)  # whoever waits raises it
+        _log.info("this member is put out: %s", error)  # whoever waits raises it
         with self._changed:
             self._fatal = error
             self._changed.notify_all()

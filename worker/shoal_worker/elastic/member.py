@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from shoal_common.errors import ShoalError
 
@@ -119,6 +119,14 @@ class Member(Protocol):
 
     def failed(self, error: BaseException) -> None:
         """A collective failed here. Raises if there will be no other generation."""
+        ...
+
+    def give_up_place(self, why: str) -> NoReturn:
+        """Leaves at once: this rank cannot come to where its peers are, and its process is to end and to be replaced.
+
+        Raises:
+            PreconditionError: MEMBER_BEHIND, always.
+        """
         ...
 
     def check_current(self, generation: int) -> None:

@@ -13,10 +13,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
-from typing import Final
+from typing import Final, NoReturn
 
 from shoal_common.clients.coordinator import CoordinatorClient
-from shoal_common.errors import ConfigurationError, DeadlineError, MembershipChanged, ShoalError, StaleGenerationError, UnavailableError
+from shoal_common.errors import (
+    ConfigurationError,
+    DeadlineError,
+    MembershipChanged,
+    PreconditionError,
+    ShoalError,
+    StaleGenerationError,
+    UnavailableError,
+)
 from shoal_common.own_address import REACHED_ELSEWHERE
 
 from shoal_worker.backends.base import CommunicationBackend, cause_of
@@ -284,6 +292,13 @@ class Membership:
         except GENERATION_OVER_OR_AWAY:
             return []
         return unreachable(peers, timeout=_REACH_TIMEOUT, given_up=lambda: self.link.newest != generation.number)
+
+    def give_up_place(self, why: str) -> NoReturn:
+        """See `Member`."""
+        _log.warning("leaving: %s", why)
+        self.link.fall_behind(why)
+        self.leave(LeaveReason.FAILED, why)
+        raise PreconditionError(why, reason="MEMBER_BEHIND")
 
     def check_current(self, generation: int) -> None:
         """Asks the coordinator whether this member, which acts for `generation`, still belongs to the job. Called on any thread.

@@ -98,6 +98,10 @@ class Reconciliation:
     """Ranks whose step in doubt is the one that led to `newest`: it counts."""
     behind: tuple[int, ...]
     """Ranks that must take the state now: they hold an older one, or none, and no step in progress leads them to the newest."""
+    overtaken: tuple[int, ...]
+    """Ranks whose peers took steps without them: they hold an older state, or none, and were told of fewer outcomes. A state can be sent
+    to them, but their scripts cannot come to where the others' are: their processes end and are replaced. No other rank is `behind` by
+    steps."""
     moving: tuple[int, ...]
     """Ranks whose scripts have to move before the generation can stand; empty: it stands."""
     outcomes: int
@@ -125,9 +129,11 @@ def reconcile(standings: Sequence[Standing]) -> Reconciliation:
     current = tuple(r for r in members if newest is not None and standings[r].state == newest)
     donors = tuple(r for r in current if not standings[r].poisoned)
     decided = tuple(r for r in members if newest is not None and standings[r].doubt == newest and not standings[r].poisoned)
-    behind = tuple(r for r in members if newest is not None and standings[r].attached and (r not in donors and r not in decided))
     outcomes = max((standings[r].outcomes for r in members), default=0)
-    moving = tuple(r for r in members if r in decided or (r not in behind and standings[r].outcomes < outcomes))
+    lacking = tuple(r for r in members if newest is not None and standings[r].attached and (r not in donors and r not in decided))
+    overtaken = tuple(r for r in lacking if standings[r].outcomes < outcomes)
+    behind = tuple(r for r in lacking if r not in overtaken)
+    moving = tuple(r for r in members if r in decided or (r not in lacking and standings[r].outcomes < outcomes))
     operations = max((standings[r].operations for r in donors), default=0)
     furthest = next((r for r in donors if standings[r].operations == operations), None)
     results_to = _lacking(standings, donors, furthest)
@@ -136,6 +142,7 @@ def reconcile(standings: Sequence[Standing]) -> Reconciliation:
         donors=donors,
         decided=decided,
         behind=behind,
+        overtaken=overtaken,
         moving=moving,
         outcomes=outcomes,
         spectators=tuple(r for r, s in enumerate(standings) if s.spectator),

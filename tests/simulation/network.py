@@ -1,0 +1,58 @@
+"""The network between simulated processes: who reaches whom. What cannot be delivered waits, as in TCP's buffers, until it can.
+
+A partition is between some processes alone: the coordinator and the store, on machines of their own, are reached by all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.simulation.processes import Process
+    from tests.simulation.world import World
+
+
+class Network:
+    """The connections among the processes of one run."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._cut: list[frozenset[str]] = []
+        """Pairs of names, once for each partition that separates them."""
+        self._held_back: list[Callable[[], None]] = []
+
+    def cut(self, one: str, others: Sequence[str], seconds: float) -> None:
+        """Cuts `one` off from `others` for that time."""
+        pairs = [frozenset((one, other)) for other in others]
+        self._cut += pairs
+
+        def heal() -> None:
+            for pair in pairs:
+                self._cut.remove(pair)
+            self._world.note(f"{one} reaches {' '.join(others)} again")
+            held_back, self._held_back = self._held_back, []
+            for deliver in held_back:
+                deliver()
+
+        self._world.scheduler.after(seconds, heal)
+
+    def reaches(self, one: str, other: str) -> bool:
+        """Nothing is between them."""
+        return frozenset((one, other)) not in self._cut
+
+    def separated(self, names: Iterable[str]) -> set[str]:
+        """Those of a group that do not reach all others of it."""
+        names = set(names)
+        return {name for pair in self._cut if pair <= names for name in pair}
+
+    def when_healed(self, deliver: Callable[[], None]) -> None:
+        """Tries again when a partition ends."""
+        self._held_back.append(deliver)
+
+    def between(self, one: Process, other: Process, deliver: Callable[[], None]) -> None:
+        """Delivers at once, or when the two reach each other again."""
+        if self.reaches(one.name, other.name):
+            deliver()
+        else:
+            self.when_healed(lambda: self.between(one, other, deliver))

@@ -130,7 +130,7 @@ _JOB_GAUGES: Final[Mapping[str, tuple[str, Callable[[ObservedJob], float]]]] = {
         lambda job: job.state.number - job.state.run_above,
     ),
     "world_size": ("Ranks that train now; 0 while the job waits.", lambda job: job.world_size),
-    "min_workers": ("The fewest ranks with which the job trains.", lambda job: job.state.spec.min_workers),
+    "min_workers": ("The fewest ranks with which the job begins to train.", lambda job: job.state.spec.min_workers),
     "max_workers": ("The most ranks that the job takes.", lambda job: job.state.spec.max_workers),
     "newest_step": ("The highest step that a member has committed, as heartbeats say.", lambda job: job.newest_step),
     "seconds_without_progress": (

@@ -103,7 +103,9 @@ class Parted:
     one: str
     others: tuple[str, ...]
     seconds: int
-    pattern: ClassVar[str] = r"at point (?P<point>\d+) of (?P<who>\w+): (?P<one>\w+) is cut off from (?P<others>[\w ]+) for (?P<seconds>\d+) s"
+    pattern: ClassVar[str] = (
+        r"at point (?P<point>\d+) of (?P<who>\w+): (?P<one>\w+) is cut off from (?P<others>[\w ]+) for (?P<seconds>\d+) s"
+    )
 
     def __str__(self) -> str:
         return f"at point {self.point} of {self.who}: {self.one} is cut off from {' '.join(self.others)} for {self.seconds} s"

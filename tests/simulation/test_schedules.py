@@ -77,7 +77,13 @@ def test_a_step_on_devices_may_be_torn_anywhere(strategy: str, loop: str, every:
         ("zero2", "operations"),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
-            for each in (("local_sgd", "operations"), ("zero3", "save"), ("hsdp", "evaluate"), ("hybrid", "operations"), ("pipeline", "save"))
+            for each in (
+                ("local_sgd", "operations"),
+                ("zero3", "save"),
+                ("hsdp", "evaluate"),
+                ("hybrid", "operations"),
+                ("pipeline", "save"),
+            )
         ),
     ],
 )

@@ -132,6 +132,11 @@ class Draft:
     # ---------------------------------------------------------------------------------------------------------------- runs
 
     @property
+    def fewest_workers(self) -> int:
+        """The smallest world that may train now."""
+        return self.spec.min_workers if self.is_fresh else self.spec.min_survivors
+
+    @property
     def is_fresh(self) -> bool:
         """The run has had no generation yet."""
         return self.number == self.run_above

@@ -10,9 +10,9 @@ from shoal_common.errors import InvalidRequestError
 
 from shoal_coordinator.membership.draft import Draft
 from shoal_coordinator.membership.effects import Record, SendStop
-from shoal_coordinator.membership.events import CollectiveFailed, Ending, LeaveReason, MemberLost
+from shoal_coordinator.membership.events import CollectiveFailed, Ending, MemberLost
 from shoal_coordinator.membership.forming import holds_state
-from shoal_coordinator.membership.joining import has_place, live_member
+from shoal_coordinator.membership.joining import finished_steps, has_place, live_member
 from shoal_coordinator.membership.leaving import member_lost
 from shoal_coordinator.membership.pulse import Pulse
 from shoal_coordinator.membership.reasons import Refusal
@@ -68,8 +68,7 @@ def incident_moot(draft: Draft) -> None:
 
 def _over(draft: Draft, member_id: str) -> SendStop:
     """Tells a member that waits for a generation that none comes."""
-    finished = [departure.steps for departure in draft.departed.values() if departure.ending == LeaveReason.FINISHED]
-    steps = max(finished, default=0) if draft.phase is JobPhase.FINISHED else 0
+    steps = finished_steps(draft) if draft.phase is JobPhase.FINISHED else 0
     return SendStop(member_id=member_id, reason=draft.stop_reason, now=True, finished_steps=steps)
 
 

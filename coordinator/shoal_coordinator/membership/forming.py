@@ -20,7 +20,7 @@ _MOST_NAMED: Final = 8
 def form(draft: Draft, cause: Cause, reason: str, *, joiners: int, draining: Sequence[Member] = ()) -> None:
     """Writes the next generation: all that have a rank, `draining` too, and of those that are ready the `joiners` that waited longest.
 
-    The caller has checked that these are min_workers to max_workers.
+    The caller has checked that these are `Draft.fewest_workers` to max_workers.
     """
     previous = draft.generation
     survivors, new = _choose(draft, joiners, {member.member_id: member for member in draining})

@@ -49,7 +49,7 @@ def _after_failure(draft: Draft) -> None:
     reason = "; ".join(draft.broken)
     draining = draining_in_group(draft)[: draft.spec.max_workers - draft.in_phase(MemberPhase.RANKED)]
     joiners = _joiners(draft, beside=len(draining))
-    if draft.in_phase(MemberPhase.RANKED) + len(draining) + joiners >= draft.spec.min_workers:
+    if draft.in_phase(MemberPhase.RANKED) + len(draining) + joiners >= draft.fewest_workers:
         form(draft, Cause.FAILURE, reason, draining=draining, joiners=joiners)
     else:
         _put_on_hold(draft, reason)
@@ -59,7 +59,7 @@ def _while_waiting(draft: Draft) -> None:
     """Nobody trains. A fresh start waits for the grace; members that hold state and wait go on as soon as they are enough, and those that
     come after all are gone as soon as they are as many."""
     ready = draft.in_phase(MemberPhase.READY)
-    if ready < draft.spec.min_workers:
+    if ready < draft.fewest_workers:
         return
     joiners = _joiners(draft)
     all_here = min(draft.spec.max_workers, len(draft.generation.ranks)) if draft.generation is not None else draft.spec.max_workers
@@ -73,7 +73,7 @@ def _at_border(draft: Draft) -> None:
     """Training goes on meanwhile: joins and drains are taken at the next step border."""
     staying = draft.in_phase(MemberPhase.RANKED)
     joiners = _joiners(draft)
-    if draft.generation is None or draft.incident is not None or staying + joiners < draft.spec.min_workers:
+    if draft.generation is None or draft.incident is not None or staying + joiners < draft.fewest_workers:
         # A drain that would leave too few waits for joiners, or for the member to go. After a failed collective another generation is due.
         return
     leaving = len(draft.generation.ranks) - staying
@@ -133,7 +133,7 @@ def _tell_unplaced(draft: Draft) -> None:
 def _why_ready_ones_wait(draft: Draft) -> str | None:
     """Why a member that wants a rank will not get one by waiting a little; None: it only waits for the grace, or for a border."""
     if draft.phase is not JobPhase.RUNNING:
-        waiting = draft.in_phase(MemberPhase.READY) < draft.spec.min_workers
+        waiting = draft.in_phase(MemberPhase.READY) < draft.fewest_workers
         return _who_is_missing(draft) if waiting else None
     if draft.in_phase(MemberPhase.RANKED) >= draft.spec.max_workers:
         return f"the world is full: {draft.spec.max_workers} members"
@@ -144,7 +144,7 @@ def _why_ready_ones_wait(draft: Draft) -> str | None:
 
 def _who_is_missing(draft: Draft) -> str:
     ready, joined = draft.in_phase(MemberPhase.READY), draft.in_phase(MemberPhase.JOINED)
-    parts = [f"waiting for {draft.spec.min_workers} members: {ready} ready"]
+    parts = [f"waiting for {draft.fewest_workers} members: {ready} ready"]
     if joined:
         parts.append(f"{joined} still starting")
     gone = (

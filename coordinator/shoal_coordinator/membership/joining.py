@@ -16,7 +16,7 @@ from shoal_common.errors import (
 
 from shoal_coordinator.membership.draft import Draft
 from shoal_coordinator.membership.effects import Record, SendDrain, SendGeneration, SendStop
-from shoal_coordinator.membership.events import MemberJoined, MemberReady
+from shoal_coordinator.membership.events import LeaveReason, MemberJoined, MemberReady
 from shoal_coordinator.membership.reasons import Refusal
 from shoal_coordinator.membership.recovery import knows_of_lost, readmit
 from shoal_coordinator.membership.state import JobPhase, Member, MemberPhase
@@ -102,7 +102,8 @@ def _member_resumed(draft: Draft, event: MemberJoined, member: Member) -> Joined
     generation = draft.generation
     if draft.phase is JobPhase.FINISHED and event.works_in == 0:
         # Those that it was to work with came to their end while it could not be told so.
-        draft.effects.append(SendStop(member_id=member_id, reason=draft.stop_reason, now=True))
+        stop = SendStop(member_id=member_id, reason=draft.stop_reason, now=True, finished_steps=finished_steps(draft))
+        draft.effects.append(stop)
         return Joined(replays=member.replays, resumed=True)
     if has_place(draft, member) and generation is not None and event.last_generation < generation.number:
         draft.effects.append(SendGeneration(member_id=member_id, generation=generation))
@@ -141,6 +142,11 @@ def stop_for(draft: Draft, member: Member, reason: str | None = None) -> SendSto
     known = member.holds_state or draft.works_in(member.member_id) > 0
     behind = now and known and draft.generation is not None and draft.place_of(member.member_id) is None and not member.works_in
     return SendStop(member_id=member.member_id, reason=draft.stop_reason if reason is None else reason, now=now, behind=behind)
+
+
+def finished_steps(draft: Draft) -> int:
+    """Committed steps of a member whose script came to its end; 0: none has."""
+    return max((departure.steps for departure in draft.departed.values() if departure.ending == LeaveReason.FINISHED), default=0)
 
 
 def live_member(draft: Draft, member_id: str) -> Member:

@@ -52,7 +52,7 @@ def member_left(draft: Draft, event: MemberLeft) -> None:
         if draft.phase is not JobPhase.FINISHED:
             reason = f"member {member.member_id} came to the end of its script"
             _finish(draft, reason)
-            _tell_awaiting(draft, member, reason)
+            _tell_awaiting(draft, member, reason, finished_steps=event.steps)
     elif has_place(draft, member) and draft.phase is JobPhase.STOPPING and not event.alone:
         # All leave at the same border, so whoever is still there is behind the last step too, and only has to say goodbye.
         if not draft.departing:
@@ -165,9 +165,10 @@ def _finish(draft: Draft, reason: str) -> None:
     draft.unplaced.clear()
 
 
-def _tell_awaiting(draft: Draft, left: Member, reason: str) -> None:
+def _tell_awaiting(draft: Draft, left: Member, reason: str, *, finished_steps: int = 0) -> None:
     """Who has `left` works in an older generation still: at the border where it leaves, all would have taken the newest one. Those who wait
-    there, in their first one, wait for nobody; and so do all that have not entered it yet, where it was to follow a failure."""
+    there, in their first one, wait for nobody; and so do all that have not entered it yet, where it was to follow a failure, and members
+    that were kept out of the generation in which `left` works, and were to come back in the newest."""
     works_in = draft.works_in(left.member_id)
     if works_in >= draft.number:
         return
@@ -176,11 +177,12 @@ def _tell_awaiting(draft: Draft, left: Member, reason: str) -> None:
             continue
         if holds_state(draft, member):
             interrupted = draft.generation is not None and draft.generation.cause is Cause.FAILURE
-            waits = interrupted and 0 < draft.works_in(member.member_id) < draft.number
+            furthest = draft.number if interrupted else works_in
+            waits = 0 < draft.works_in(member.member_id) < furthest
         else:
             waits = works_in > 0 or _is_new(draft, member)
         if waits:
-            draft.effects.append(SendStop(member_id=member.member_id, reason=reason, now=True))
+            draft.effects.append(SendStop(member_id=member.member_id, reason=reason, now=True, finished_steps=finished_steps))
 
 
 def _is_new(draft: Draft, member: Member) -> bool:

@@ -19,9 +19,11 @@ class JobSpec:
     job_id: str
     """1 to 64 characters of [A-Za-z0-9._-], starting with a letter or digit."""
     min_workers: int
-    """Smallest world that may train; >= 1."""
+    """Smallest world that training begins with; >= 1."""
     max_workers: int
     """Largest world; min_workers to LARGEST_WORLD."""
+    min_survivors: int = 0
+    """Smallest world that training goes on with once it has begun; 0: min_workers, which is filled in; else 1 to min_workers."""
     parameter_servers: int = 0
     """Servers that are started with the job; >= 0."""
     max_parameter_servers: int = 0
@@ -37,6 +39,8 @@ class JobSpec:
     when their collective has run into its deadline; 1000 to 3600000."""
 
     def __post_init__(self) -> None:
+        if self.min_survivors == 0:  # also in a job that an older release wrote
+            object.__setattr__(self, "min_survivors", self.min_workers)
         if self.max_parameter_servers == 0:  # also in a job that an older release wrote
             object.__setattr__(self, "max_parameter_servers", self.parameter_servers)
 

@@ -192,7 +192,7 @@ class Generation:
     """32 hexadecimal digits."""
     cause: Cause
     ranks: tuple[Rank, ...]
-    """min_workers to max_workers of them; no member twice; the ranks of one host adjacent."""
+    """From min_workers, or min_survivors after the first one, to max_workers of them; no member twice; the ranks of one host adjacent."""
     interrupts_below: int
     """Members that work in a generation below this number leave it at once. Never falls, since a member may miss generations between."""
     created_unix_ms: int

@@ -92,6 +92,7 @@ def parse_spec(message: pb.JobSpec) -> JobSpec:
     return JobSpec(
         job_id=checks.job_id(message.job_id),
         min_workers=smallest,
+        min_survivors=number("min_survivors", message.min_survivors, high=smallest),
         max_workers=number("max_workers", message.max_workers, low=smallest, high=LARGEST_WORLD),
         parameter_servers=servers,
         max_parameter_servers=number("max_parameter_servers", message.max_parameter_servers or servers, low=servers, high=MOST_SERVERS),

@@ -89,6 +89,7 @@ def spec_message(spec: JobSpec) -> pb.JobSpec:
     return pb.JobSpec(
         job_id=spec.job_id,
         min_workers=spec.min_workers,
+        min_survivors=spec.min_survivors,
         max_workers=spec.max_workers,
         parameter_servers=spec.parameter_servers,
         parameter_server_backups=spec.parameter_server_backups,

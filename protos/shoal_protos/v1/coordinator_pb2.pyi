@@ -54,9 +54,10 @@ SERVER_ROLE_PRIMARY: ServerRole
 SERVER_ROLE_BACKUP: ServerRole
 
 class JobSpec(_message.Message):
-    __slots__ = ("job_id", "min_workers", "max_workers", "parameter_servers", "parameter_server_backups", "max_parameter_servers", "join_grace_ms", "lease_ms", "stall_timeout_ms")
+    __slots__ = ("job_id", "min_workers", "min_survivors", "max_workers", "parameter_servers", "parameter_server_backups", "max_parameter_servers", "join_grace_ms", "lease_ms", "stall_timeout_ms")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     MIN_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    MIN_SURVIVORS_FIELD_NUMBER: _ClassVar[int]
     MAX_WORKERS_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_SERVERS_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_SERVER_BACKUPS_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +67,7 @@ class JobSpec(_message.Message):
     STALL_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     min_workers: int
+    min_survivors: int
     max_workers: int
     parameter_servers: int
     parameter_server_backups: int
@@ -73,7 +75,7 @@ class JobSpec(_message.Message):
     join_grace_ms: int
     lease_ms: int
     stall_timeout_ms: int
-    def __init__(self, job_id: _Optional[str] = ..., min_workers: _Optional[int] = ..., max_workers: _Optional[int] = ..., parameter_servers: _Optional[int] = ..., parameter_server_backups: _Optional[int] = ..., max_parameter_servers: _Optional[int] = ..., join_grace_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ..., stall_timeout_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, job_id: _Optional[str] = ..., min_workers: _Optional[int] = ..., min_survivors: _Optional[int] = ..., max_workers: _Optional[int] = ..., parameter_servers: _Optional[int] = ..., parameter_server_backups: _Optional[int] = ..., max_parameter_servers: _Optional[int] = ..., join_grace_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ..., stall_timeout_ms: _Optional[int] = ...) -> None: ...
 
 class RunId(_message.Message):
     __slots__ = ("number", "began_unix_ms")

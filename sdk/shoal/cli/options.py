@@ -58,6 +58,13 @@ MaxRestarts = Annotated[
         show_default=False,
     ),
 ]
+MinWorkers = Annotated[
+    int | None,
+    typer.Option(
+        help="Fewest workers that training goes on with once it has begun. Default: 1; with --nnodes MIN:MAX the workers of MIN machines.",
+        show_default=False,
+    ),
+]
 FailFast = Annotated[
     bool,
     typer.Option(

@@ -16,6 +16,7 @@ from shoal.cli.options import (
     MaxRestarts,
     MaxServers,
     Metrics,
+    MinWorkers,
     Module,
     Plot,
     Progress,
@@ -37,6 +38,7 @@ def run(
     nproc_per_node: Annotated[
         str, typer.Option(help="Workers per machine: a number, auto, cpu or gpu.", envvar="PET_NPROC_PER_NODE", show_envvar=False)
     ] = "1",
+    min_workers: MinWorkers = None,
     standalone: Annotated[
         bool,
         typer.Option(
@@ -204,6 +206,7 @@ def run(
         job_id=rdzv_id or (_DEFAULT_JOB_ID if endpoint else new_job_id(script)),
         workers=parse_workers(nproc_per_node),
         nodes=NodeRange.parse(nnodes),
+        min_workers=min_workers,
         endpoint=endpoint,
         run=run_number,
         resume=resume,

@@ -23,8 +23,10 @@ class JobSettings:
 
     job_id: str
     min_workers: int
-    """The smallest world that trains; below it members wait."""
+    """The smallest world that training begins with; below it members wait."""
     max_workers: int
+    min_survivors: int = 0
+    """The smallest world that training goes on with once it has begun; 0: `min_workers`."""
     parameter_servers: int = 0
     parameter_server_backups: int = 0
     """Backups of each of them, 0 or 1."""
@@ -44,6 +46,7 @@ class JobSettings:
         return JobSpec(
             job_id=self.job_id,
             min_workers=self.min_workers,
+            min_survivors=self.min_survivors,
             max_workers=self.max_workers,
             parameter_servers=self.parameter_servers,
             parameter_server_backups=self.parameter_server_backups,

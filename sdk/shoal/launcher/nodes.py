@@ -200,6 +200,7 @@ class SharedSite:
             job_id=self._settings.job_id,
             min_workers=nodes.least * workers,
             max_workers=nodes.most * workers,
+            min_survivors=self._settings.min_survivors,
             parameter_servers=self._settings.servers,
             parameter_server_backups=self._settings.server_backups,
             max_parameter_servers=self._settings.max_servers,

@@ -151,6 +151,8 @@ class RunSettings:
     workers: int
     """Processes on this machine."""
     nodes: NodeRange = NodeRange(1, 1)
+    min_workers: int | None = None
+    """Fewest workers that training goes on with once it has begun; None: see `min_survivors`."""
     endpoint: str | None = None
     """host:port of a running coordinator; None: the run brings its own cluster."""
     servers: int = 0
@@ -207,6 +209,10 @@ class RunSettings:
             raise ConfigurationError(f"--run {self.run}: expected the number of a run, 1 or more, or 0 for the one that goes on or is next")
         if self.nodes.most * self.workers > _MOST_WORKERS:
             raise ConfigurationError(f"{self.nodes.most} nodes of {self.workers} workers are more than {_MOST_WORKERS}, the most in a job")
+        if self.min_workers is not None and not 1 <= self.min_workers <= self.nodes.least * self.workers:
+            raise ConfigurationError(
+                f"--min-workers {self.min_workers}: expected 1 to {self.nodes.least * self.workers}, the workers that the run begins with"
+            )
         if self.max_restarts is not None and self.max_restarts < 0:
             raise ConfigurationError(f"--max-restarts {self.max_restarts}: expected 0 or more")
         if self.shutdown_timeout is not None and self.shutdown_timeout < timedelta(0):
@@ -237,6 +243,12 @@ class RunSettings:
     def failure_grace(self) -> timedelta:
         """From SIGTERM to SIGKILL when the run has failed already."""
         return self.shutdown_grace(elastic=False)
+
+    @property
+    def min_survivors(self) -> int:
+        """Fewest workers that training goes on with once it has begun. A fixed number of machines is what a run begins with: one worker that
+        is left goes on, as on one machine. MIN:MAX says itself how many are too few."""
+        return self.min_workers or (1 if self.nodes.fixed else self.nodes.least * self.workers)
 
     @property
     def effective_join_grace(self) -> timedelta:

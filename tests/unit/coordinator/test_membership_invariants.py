@@ -45,19 +45,25 @@ names = st.sampled_from(NAMES)
 generations = st.integers(min_value=0, max_value=12)
 
 
+def _fewest(state: JobState) -> int:
+    return state.spec.min_workers if state.number == state.run_above else state.spec.min_survivors
+
+
 class Membership(RuleBasedStateMachine):
     """Random events, one or several in a transition; a disk that only sees what each transition says it changed."""
 
     @initialize(
         smallest=st.integers(min_value=1, max_value=3),
+        fewer=st.integers(min_value=0, max_value=2),
         more=st.integers(min_value=0, max_value=3),
         grace=st.sampled_from([0, 100]),
         servers=st.integers(min_value=0, max_value=2),
     )
-    def create(self, smallest: int, more: int, grace: int, servers: int) -> None:
+    def create(self, smallest: int, fewer: int, more: int, grace: int, servers: int) -> None:
         spec = JobSpec(
             job_id="j",
             min_workers=smallest,
+            min_survivors=max(1, smallest - fewer),
             max_workers=smallest + more,
             parameter_servers=servers,
             join_grace_ms=grace,
@@ -272,7 +278,7 @@ class Membership(RuleBasedStateMachine):
         assert generation.number == state.number > before.number
         assert not before.is_over
         ids = [rank.member_id for rank in generation.ranks]
-        assert state.spec.min_workers <= len(ids) <= state.spec.max_workers
+        assert _fewest(before) <= len(ids) <= state.spec.max_workers
         assert len(set(ids)) == len(ids)
         assert not set(ids) & state.departed.keys()
         assert all(state.members[member_id].phase in (MemberPhase.RANKED, MemberPhase.DRAINING) for member_id in ids)
@@ -327,7 +333,7 @@ class Membership(RuleBasedStateMachine):
     @invariant()
     def enough_ready_members_do_not_wait_longer_than_the_grace(self) -> None:
         state = self.state
-        if state.phase is JobPhase.WAITING and state.in_phase(MemberPhase.READY) >= state.spec.min_workers and not self.recovering:
+        if state.phase is JobPhase.WAITING and state.in_phase(MemberPhase.READY) >= _fewest(state) and not self.recovering:
             assert state.grace_until_ms is not None
             assert state.grace_until_ms > self.ms
             assert next_wake_ms(state, self.ms, POLICY) is not None

@@ -55,6 +55,7 @@ from shoal_coordinator.state.codec import decode_state, encode_changes, everythi
 LOOK_MS = 1000
 _SPEC = {
     "min": "min_workers",
+    "survivors": "min_survivors",
     "max": "max_workers",
     "servers": "parameter_servers",
     "backups": "parameter_server_backups",

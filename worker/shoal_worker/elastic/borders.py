@@ -112,10 +112,22 @@ class Departure:
 
         Raises:
             SystemExit: status 0, drained.
+            PreconditionError: MEMBER_BEHIND, the run came to its end with steps that this process does not have. It has left by then.
         """
+        self._leave_if_behind()
         if self.stopped is None and isinstance(stop, Drained):
             self.exit_drained(str(stop))
         self._held.phase.stop(str(stop))
+
+    def _leave_if_behind(self) -> None:
+        membership, held = self._membership, self._held
+        if membership is None or not held.phase.holds_state or held.engine.asynchronous:
+            return
+        ended_with = membership.link.finished_steps
+        if ended_with > held.steps:
+            membership.give_up_place(
+                f"the run came to its end with step {ended_with}, and this process has {held.steps}: what it holds is not what the run came to"
+            )
 
     def exit_drained(self, reason: str) -> NoReturn:
         """Leaves the job and ends the process with status 0: the members that stay go on with the script. They do not wait for what this

@@ -483,12 +483,6 @@ class StepLifecycle:
         stop, self._stop = self._stop, None
         if not updated and self._peers_have_ended and not self._held.engine.asynchronous:
             raise self._apart_from_the_end()
-        if not updated and stop is not None and self._borders.finished_steps > self._held.steps:
-            raise PreconditionError(
-                f"the run came to its end with step {self._borders.finished_steps}, and this process has {self._held.steps}: what it holds "
-                "is not what the run came to",
-                reason="MEMBER_BEHIND",
-            )
         try:
             if stop is not None:
                 raise stop

@@ -236,7 +236,7 @@ class Training:
             diary.told.append((steps, shoal.all_reduce(1.0 + steps, "mean")))
             shoal.gather({"steps": steps})
             shoal.barrier()
-            shoal.should_early_stop(float(steps), patience=100)
+            self.optimizer.should_early_stop(float(steps), patience=100)
             torch.distributed.all_reduce(torch.ones(2), group=shoal.process_group())
             self.model.full_state_dict()
             shoal.save_checkpoint(self._checkpoints)

@@ -124,7 +124,7 @@ class Agent:
             code = asyncio.run(self._run())
             if code == 0:
                 ending = Ending.FINISHED
-            elif self._signal is not None or (self._policy.elastic and not self._policy.failures):
+            elif self._signal is not None or (self._policy.elastic and not self._policy.fails_job):
                 ending = Ending.STOPPED
         finally:
             self._end(ending)

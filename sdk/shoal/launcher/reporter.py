@@ -39,7 +39,8 @@ class JobNews:
     why: str
     """For people."""
     holders: int
-    """Members that have a rank: they hold the training state, or parts of it."""
+    """Members that work in a generation, or have a rank: they hold the training state, or parts of it. On hold, or kept out, one that does
+    has no rank."""
     ours: int
     """Members that this launcher has started."""
 
@@ -87,7 +88,7 @@ class ExitReporter:
         except ShoalError:
             return None
         ours = sum(member.launcher_id == self._launcher_id for member in job.members)
-        return JobNews(end=_ENDS[job.ending], why=job.ending_reason, holders=sum(member.rank >= 0 for member in job.members), ours=ours)
+        return JobNews(end=_ENDS[job.ending], why=job.ending_reason, holders=sum(member.rank >= 0 or member.progress.step > 0 for member in job.members), ours=ours)
 
     def is_put_out(self, member_id: str) -> bool:
         """Whether the coordinator says that a member is one no more, without having said goodbye: nobody waits for its process. Blocks for

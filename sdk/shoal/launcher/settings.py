@@ -246,8 +246,8 @@ class RunSettings:
 
     @property
     def min_survivors(self) -> int:
-        """Fewest workers that training goes on with once it has begun. A fixed number of machines is what a run begins with: one worker that
-        is left goes on, as on one machine. MIN:MAX says itself how many are too few."""
+        """Fewest workers that training goes on with once it has begun. By default one where the number of machines is fixed, as on one
+        machine; MIN:MAX says itself how many are too few."""
         return self.min_workers or (1 if self.nodes.fixed else self.nodes.least * self.workers)
 
     @property

@@ -26,7 +26,7 @@ class Ending(Enum):
     """The script came to its end."""
     FAILED = auto()
     STOPPED = auto()
-    """By a signal, or because its workers were asked to leave: this launcher goes, the job may go on elsewhere."""
+    """By a signal, or because its workers were asked to leave, put out or killed: this launcher goes, the job may go on elsewhere."""
 
 
 class Site(Protocol):

@@ -74,8 +74,7 @@ class StandaloneSite:
 
 def job_of(settings: RunSettings) -> JobSettings:
     """All workers are waited for at the start, while the grace lasts; but one that is left may go on alone, unless --min-workers says
-    otherwise. Where no
-    parameter servers are asked for on the command line, a script may ask for one."""
+    otherwise. Where no parameter servers are asked for on the command line, a script may ask for one."""
     return JobSettings(
         job_id=settings.job_id,
         min_workers=settings.min_survivors,

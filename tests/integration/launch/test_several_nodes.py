@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.exit_status import PREEMPTED
 from shoal_common.rpc.channel import ChannelSettings
+from shoal_protos.v1 import coordinator_pb2 as pb
 
 Shell = Any  # of tests/integration/conftest.py
 Command = Any
@@ -200,3 +202,25 @@ def test_launchers_of_a_preempted_allocation_all_say_so(shell: Shell, endpoint: 
         node.process.send_signal(signal.SIGTERM)
     assert [node.wait() for node in nodes] == [PREEMPTED, PREEMPTED], [node.stderr for node in nodes]
     assert all("left" in node.stdout for node in nodes)
+
+
+@pytest.mark.parametrize("least", [[], ["--min-workers", "2"]], ids=["fixed", "as many as at the start"])
+def test_a_worker_that_is_killed_stops_the_others_of_a_fixed_run_only_where_they_are_too_few(
+    shell: Shell, endpoint: str, elastic_worker: Path, least: list[str]
+) -> None:
+    finish = shell.directory / "finish"
+    flags = ["run", "--nnodes", "2", *least, "--max-restarts", "0", "--rdzv-endpoint", endpoint, elastic_worker, finish]
+    first, second = (shell.start(*flags) for _ in range(2))
+    for node in (first, second):
+        node.wait_for(lambda node=node: " of 2\n" in node.stdout, "both ranks")
+    with CoordinatorClient(ChannelSettings(address=endpoint)) as client:
+        killed, kept = (member.pid for member in client.get_job("default").members)
+        os.kill(killed, signal.SIGKILL)
+        if least:
+            first.wait_for(lambda: client.get_job("default").phase == pb.JOB_PHASE_WAITING, "the job to wait")
+            os.kill(kept, signal.SIGKILL)
+            assert {first.wait(), second.wait()} == {128 + signal.SIGKILL}
+            return
+        first.wait_for(lambda: " rank 0 of 1\n" in first.stdout + second.stdout, "the one that is left to go on alone")
+    finish.touch()
+    assert {first.wait(), second.wait()} == {0, 128 + signal.SIGKILL}, [first.stderr, second.stderr]

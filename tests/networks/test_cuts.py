@@ -113,6 +113,20 @@ def test_a_cut_between_two_workers_is_explained_and_the_others_go_on_without_one
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_a_rank_that_was_cut_off_from_another_in_an_evaluation_is_replaced_when_it_returns(network: Make) -> None:
+    job = network(3, EVALUATES="yes", EPOCHS="40")
+    job.launch_all(nnodes="2:3")
+    with job.parted(["host-1"], ["host-2"]):
+        job.wait_explained(r"not reach rank \d \(host-[12]\)")
+        job.wait_acted_on()
+    job.eventually(lambda: "its peers took steps without it" in job.said(), "the one that was kept out to return")
+    job.wait_all_train()
+    job.finish(redone=1)
+    assert len(job.workers()) == 4, "one worker was to be replaced"
+
+
+@pytest.mark.soak
 def test_a_cut_as_the_workers_start_delays_them(network: Make) -> None:
     job = network(3)
     for host in job.hosts:

@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import os
+import time
 from pathlib import Path
 
 import shoal
@@ -25,6 +26,7 @@ def main() -> None:
     model, optimizer = shoal.as_distributed(net, optimizer, strategy=os.environ["STRATEGY"], deterministic=True)
     x = torch.randn(480, 10, generator=torch.Generator().manual_seed(1))
     loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long()), global_batch_size=48, micro_batch_size=8)
+    evaluated = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(x), global_batch_size=48, train=False)
     for _ in loader.epochs(epochs):
         for step in loader.steps():
             for inputs, labels in step:
@@ -33,9 +35,18 @@ def main() -> None:
             model.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
+            if os.environ["EVALUATES"]:
+                shoal.evaluate(model, evaluated, lambda model, batch: evaluate(model, batch, output))
     digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in model.full_state_dict().values())).hexdigest()
     result = {"rank": shoal.rank(), "generation": shoal.generation(), "steps": loader.global_step, "digest": digest}
     (output / f"{os.environ.get('SHOAL_MEMBER_ID', 'alone')}.json").write_text(json.dumps(result))
+
+
+def evaluate(model: nn.Module, batch: tuple[torch.Tensor], output: Path) -> dict[str, float]:
+    """Takes a while, as long as steps are slow: most of the time the ranks are in here."""
+    if (output / "hold").exists():
+        time.sleep(0.1)
+    return {"outputs": float(model(batch[0]).sum())}
 
 
 if __name__ == "__main__":

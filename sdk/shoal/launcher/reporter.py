@@ -88,7 +88,12 @@ class ExitReporter:
         except ShoalError:
             return None
         ours = sum(member.launcher_id == self._launcher_id for member in job.members)
-        return JobNews(end=_ENDS[job.ending], why=job.ending_reason, holders=sum(member.rank >= 0 or member.progress.step > 0 for member in job.members), ours=ours)
+        return JobNews(
+            end=_ENDS[job.ending],
+            why=job.ending_reason,
+            holders=sum(member.rank >= 0 or member.progress.step > 0 for member in job.members),
+            ours=ours,
+        )
 
     def is_put_out(self, member_id: str) -> bool:
         """Whether the coordinator says that a member is one no more, without having said goodbye: nobody waits for its process. Blocks for

@@ -224,3 +224,20 @@ def test_a_worker_that_is_killed_stops_the_others_of_a_fixed_run_only_where_they
         first.wait_for(lambda: " rank 0 of 1\n" in first.stdout + second.stdout, "the one that is left to go on alone")
     finish.touch()
     assert {first.wait(), second.wait()} == {0, 128 + signal.SIGKILL}, [first.stderr, second.stderr]
+
+
+def test_survivors_that_wait_for_more_workers_still_hold_the_training_state(shell: Shell, endpoint: str, elastic_worker: Path) -> None:
+    finish = shell.directory / "finish"
+    flags = ["run", "--nnodes", "2", "--min-workers", "2", "--rdzv-endpoint", endpoint, elastic_worker, finish]
+    first, second = (shell.start(*flags) for _ in range(2))
+    for node in (first, second):
+        node.wait_for(lambda node=node: " of 2\n" in node.stdout, "both ranks")
+    with CoordinatorClient(ChannelSettings(address=endpoint)) as client:
+        first.wait_for(lambda: all(member.progress.step for member in client.get_job("default").members), "a step")
+        os.kill(client.get_job("default").members[0].pid, signal.SIGKILL)
+    first.wait_for(lambda: "takes its place" in first.stderr + second.stderr or "NOBODY" in first.stderr + second.stderr, "the word")
+    for node in (first, second):
+        node.wait_for(lambda node=node: re.search(r"generation [2-9] rank . of 2", node.stdout), "both ranks again")
+    finish.touch()
+    assert [first.wait(), second.wait()] == [0, 0], [first.stderr, second.stderr]
+    assert "NOBODY IS LEFT" not in first.stderr + second.stderr

@@ -38,9 +38,9 @@ def test_the_others_go_on_without_a_machine_that_is_cut_off_and_it_comes_back(ne
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seconds", [10, 60])
-def test_a_fixed_number_of_machines_waits_for_the_one_that_is_cut_off(network: Make, seconds: int) -> None:
+def test_a_run_that_is_to_have_all_its_workers_waits_for_the_one_that_is_cut_off(network: Make, seconds: int) -> None:
     job = network(3)
-    job.launch_all()
+    job.launch_all("--min-workers", "3")
     with job.parted(["host-1"], job.others("host-1")):
         if seconds > 15:
             job.wait_explained(r"wait.*host-1")
@@ -66,7 +66,7 @@ def test_the_half_with_the_coordinator_goes_on_and_the_other_half_comes_back(net
 @pytest.mark.parametrize("seconds", [10, 60])
 def test_halves_of_which_neither_is_enough_wait_for_each_other(network: Make, seconds: int) -> None:
     job = network(4)
-    job.launch_all()
+    job.launch_all("--min-workers", "4")
     with job.parted(["host-2", "host-3"], [COORDINATOR, REDIS, "host-0", "host-1"]):
         job.lasts(seconds)
     job.wait_all_train()

@@ -39,8 +39,8 @@ class JobNews:
     why: str
     """For people."""
     holders: int
-    """Members that work in a generation, or have a rank: they hold the training state, or parts of it. On hold, or kept out, one that does
-    has no rank."""
+    """Members that have a rank, or have committed a step: they hold the training state, or parts of it. While the job waits for more
+    workers, none has a rank."""
     ours: int
     """Members that this launcher has started."""
 

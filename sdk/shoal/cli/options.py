@@ -33,6 +33,14 @@ RecordDirectory = Annotated[
     Path | None, typer.Option("--record-dir", help="Record every sample index and commit there, as JSON lines.", show_default=False)
 ]
 Metrics = Annotated[bool, typer.Option(help="Workers serve Prometheus metrics, at SHOAL_METRICS_LISTEN or any port of loopback.")]
+Warm = Annotated[
+    bool,
+    typer.Option(
+        "--warm/--no-warm",
+        help="Fork workers from a process that has imported torch; --no-warm: a fresh interpreter for each.",
+        envvar="SHOAL_WARM",
+    ),
+]
 Progress = Annotated[
     bool,
     typer.Option(

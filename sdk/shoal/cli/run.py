@@ -24,6 +24,7 @@ from shoal.cli.options import (
     Script,
     ServerBackups,
     Servers,
+    Warm,
 )
 from shoal.launcher.jobs import new_job_id
 from shoal.launcher.settings import LogSettings, NodeRange, RunSettings, parse_workers, worker_command
@@ -181,6 +182,7 @@ def run(
     max_servers: MaxServers = 0,
     record_dir: RecordDirectory = None,
     metrics: Metrics = True,
+    warm: Warm = True,
     progress: Progress = True,
     plot: Plot = None,
 ) -> None:
@@ -226,6 +228,7 @@ def run(
         logs=LogSettings.parse(directory=log_dir, redirects=redirects, tee=tee, console_ranks=local_ranks_filter),
         record_directory=record_dir,
         metrics=metrics,
+        warm=warm,
         progress=progress,
         plot=plot,
         **_rendezvous(rdzv_conf),

@@ -20,6 +20,7 @@ from shoal.cli.options import (
     Script,
     ServerBackups,
     Servers,
+    Warm,
 )
 
 
@@ -36,6 +37,7 @@ def up(
     allow_restart_from_scratch: FromScratch = False,
     record_dir: RecordDirectory = None,
     metrics: Metrics = True,
+    warm: Warm = True,
     progress: Progress = True,
     plot: Plot = None,
 ) -> None:
@@ -60,6 +62,7 @@ def up(
         allow_restart_from_scratch=allow_restart_from_scratch,
         record_directory=record_dir,
         metrics=metrics,
+        warm=warm,
         progress=progress,
         plot=plot,
     )

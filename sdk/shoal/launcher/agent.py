@@ -53,7 +53,7 @@ _QUIET: Final = timedelta(seconds=10)
 _PUT_OUT_GRACE: Final = timedelta(seconds=20)
 """How long a worker that was put out has to end by itself. It hears of it in a second or two."""
 _REPLACEMENT_DELAY: Final = timedelta(milliseconds=250)
-"""Between a worker's death and its replacement's start, while others run: a new process imports torch for a second or more, on the cores
+"""Between a worker's death and its fresh replacement's start, while others run: a new process imports torch for a second or more, on the cores
 on which the others are forming their next generation."""
 
 
@@ -88,7 +88,9 @@ class Agent:
         self._pump = pump
         self._note = note
         self._files = ScratchDirectory("run")
-        self._starter = WorkerStarter(settings, coordinator=site.coordinator, directory=self._files.path, pump=pump, colour=colour)
+        self._starter = WorkerStarter(
+            settings, coordinator=site.coordinator, directory=self._files.path, pump=pump, note=note, colour=colour
+        )
         self._follower = RunFollower(note=note, show=show)
         self._policy = RestartPolicy(workers=settings.workers, max_restarts=settings.max_restarts, fail_fast=settings.fail_fast)
         self._workers: set[Worker] = set()
@@ -135,6 +137,7 @@ class Agent:
         self._changing = asyncio.Lock()
         self._stopping = asyncio.Event()
         with self._signals():
+            self._starter.warm.begin()
             self._site.begin()
             self._spawn(self._start_over(again=False))
             self._spawn(self._open())
@@ -144,6 +147,7 @@ class Agent:
                 for task in self._tasks:
                     task.cancel()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
+                await self._starter.warm.close()
                 await self._follower.finish(self._ask_for_events if self._reporter is not None else None)
 
     async def _ask_for_events(self, after: str) -> Sequence[JobEvent]:
@@ -287,6 +291,7 @@ class Agent:
             await self._stop_workers(self._settings.shutdown_grace(elastic=False))
             self._node = await self._site.place(again=again)
             self._starter.run = self._site.run
+            await self._starter.warm.settled()
             if not self._ending:
                 self._policy.started_all()
                 self._stopping.clear()
@@ -364,7 +369,7 @@ class Agent:
         task.add_done_callback(self._replacing.discard)
 
     async def _start_replacement(self, index: int, what: str) -> None:
-        if self._workers:
+        if self._workers and not self._starter.warm.is_ready:
             await asyncio.sleep(_REPLACEMENT_DELAY.total_seconds())
         pid = self._start(index, restarts=self._policy.replaced(index)).child.pid
         if self._holders == 0:

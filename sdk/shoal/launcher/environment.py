@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from shoal_common.runs import Run
 
@@ -130,6 +131,18 @@ def inherited(environment: Mapping[str, str], *, workers: int, local: bool) -> d
     if workers > 1:
         kept.setdefault("OMP_NUM_THREADS", "1")
     return kept
+
+
+_OWN: Final = frozenset(
+    {"CUDA_VISIBLE_DEVICES", "GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK"}
+    | {"ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "WORLD_SIZE"}
+)
+_OWN_PREFIXES: Final = ("SHOAL_", "TORCHELASTIC_")
+
+
+def is_own_of_worker(name: str) -> bool:
+    """Whether a variable may differ between workers of one run. Nothing reads these before a script runs."""
+    return name in _OWN or name.startswith(_OWN_PREFIXES)
 
 
 def interface_variables(environment: Mapping[str, str], interface: str | None) -> dict[str, str]:

@@ -16,7 +16,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -65,11 +65,11 @@ class Child:
         stdout: int | IO[bytes],
         stderr: int | IO[bytes],
         directory: Path | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         """Starts it, with /dev/null as its standard input. Raises OSError when even the interpreter cannot be started; a program that is
         not there makes the child exit with code 127, as in a shell."""
-        self.command = tuple(command)
-        self._process = subprocess.Popen(
+        process = subprocess.Popen(
             tied_to_parent(command),
             stdin=subprocess.DEVNULL,
             stdout=stdout,
@@ -77,26 +77,42 @@ class Child:
             env=dict(environment),
             cwd=directory,
             start_new_session=True,
+            pass_fds=pass_fds,
         )
-        self.pid = self._process.pid
-        self.pidfd = os.pidfd_open(self.pid)
+        self._own(process.pid, command, process.stdout, process.stderr, process.wait)
+
+    @classmethod
+    def adopted(cls, pid: int, *, command: Sequence[str], stdout: IO[bytes] | None, stderr: IO[bytes] | None) -> Child:
+        """A process that the kernel has made a child of this one: it leads a session of its own and is tied to this process. `stdout` and
+        `stderr` are the ends of its pipes to read from. Raises ProcessLookupError or ChildProcessError if there is no such child."""
+        child = cls.__new__(cls)
+        child._own(pid, command, stdout, stderr, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        os.waitid(os.P_PIDFD, child.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return child
+
+    def _own(
+        self,
+        pid: int,
+        command: Sequence[str],
+        stdout: IO[bytes] | None,
+        stderr: IO[bytes] | None,
+        reap: Callable[[], int],
+    ) -> None:
+        self.command = tuple(command)
+        self.pid = pid
+        self.pidfd = os.pidfd_open(pid)
+        self.stdout, self.stderr = stdout, stderr
+        self._wait = reap
+        """Blocks until it has ended, reaps it and returns its status as subprocess has it."""
         self.status: ExitStatus | None = None
         """Set once the process was reaped."""
-
-    @property
-    def stdout(self) -> IO[bytes] | None:
-        return self._process.stdout
-
-    @property
-    def stderr(self) -> IO[bytes] | None:
-        return self._process.stderr
 
     def poll(self) -> ExitStatus | None:
         """The exit status if the process has ended, else None. Does not wait."""
         if self.status is None and os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
             # Not reaped yet, so its pid, and with it the group's number, cannot be another's.
             self._kill_group()
-            self.status = ExitStatus.from_returncode(self._process.wait())
+            self.status = ExitStatus.from_returncode(self._wait())
             os.close(self.pidfd)
         return self.status
 
@@ -126,6 +142,12 @@ class Child:
         if self.status is None:
             self._kill_group()
             self.send(signal.SIGKILL)
+
+    def reap(self) -> None:
+        """Blocks until it has ended, which the caller has seen to."""
+        if self.status is None:
+            os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
+            self.poll()
 
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError):

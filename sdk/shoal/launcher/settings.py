@@ -189,6 +189,8 @@ class RunSettings:
     logs: LogSettings = field(default_factory=LogSettings)
     record_directory: Path | None = None
     metrics: bool = True
+    warm: bool = True
+    """Workers are forked from a process that has imported torch, where they can be."""
     progress: bool = True
     """How far the run is is shown while it goes on."""
     plot: Path | None = None

@@ -7,7 +7,6 @@ import json
 import os
 import secrets
 import socket
-import subprocess
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable
@@ -36,6 +35,7 @@ from shoal.launcher.output import OutputPump, Source, Stream, rank_prefix
 from shoal.launcher.policy import WorkerExit
 from shoal.launcher.process import Child, ExitStatus
 from shoal.launcher.settings import RunSettings, Streams
+from shoal.launcher.warm import WarmWorkers
 
 _REMINDER_S: Final = 10.0
 """Between two lines that say who is waited for."""
@@ -103,8 +103,17 @@ class Worker:
 class WorkerStarter:
     """Starts workers of one run. Belongs to the launcher's main thread."""
 
-    def __init__(self, settings: RunSettings, *, coordinator: str, directory: Path, pump: OutputPump, colour: bool) -> None:
-        """`coordinator` is the host:port told to the workers; `directory` is for error files."""
+    def __init__(
+        self,
+        settings: RunSettings,
+        *,
+        coordinator: str,
+        directory: Path,
+        pump: OutputPump,
+        note: Callable[[str], None],
+        colour: bool,
+    ) -> None:
+        """`coordinator` is the host:port told to the workers; `directory` is for error files; `note` tells a person what happens."""
         self.launcher_id = uuid.uuid4().hex
         self.run: Run | None = None
         """The job's run that its workers are started in; None: the newest, of a job that has no other."""
@@ -113,6 +122,7 @@ class WorkerStarter:
         self._directory = directory
         self._pump = pump
         self._colour = colour
+        self.warm = WarmWorkers(settings.command, self._common_environment(), wanted=settings.warm, note=note)
         self._log_directory = settings.logs.directory and settings.logs.directory / f"{settings.job_id}-{self.launcher_id[:6]}"
 
     def start(self, index: int, node: NodePlacement, *, restarts: int) -> Worker:
@@ -122,7 +132,7 @@ class WorkerStarter:
         error_file = self._directory / f"error-{member_id}.json"
         member_file, tally_file = self._directory / f"member-{member_id}", self._directory / f"tally-{member_id}"
         environment = self._environment(placement, member_id, member_key, restarts, error_file, member_file, tally_file)
-        child = Child(self._settings.command, environment=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        child = self.warm.start(self._settings.command, environment)
         assert child.stdout is not None
         assert child.stderr is not None
         sources = (
@@ -171,9 +181,7 @@ class WorkerStarter:
             listen_address=settings.listen_address if settings.endpoint is not None else None,
         )
         return {
-            **inherited(os.environ, workers=settings.workers, local=settings.endpoint is None),
-            **({} if settings.endpoint is None else secrets_as_files(self._directory)),
-            **self._interface_variables(),
+            **self._common_environment(),
             **slice_variables(os.environ, index=placement.index),
             **torchrun_variables(
                 placement,
@@ -184,6 +192,14 @@ class WorkerStarter:
                 error_file=error_file,
             ),
             **shoal_variables(identity, index=placement.index),
+        }
+
+    def _common_environment(self) -> dict[str, str]:
+        settings = self._settings
+        return {
+            **inherited(os.environ, workers=settings.workers, local=settings.endpoint is None),
+            **({} if settings.endpoint is None else secrets_as_files(self._directory)),
+            **self._interface_variables(),
         }
 
     def _interface_variables(self) -> dict[str, str]:

@@ -1,0 +1,254 @@
+"""Workers forked from a warm process, and fresh ones where that cannot be.
+
+The warm process (`shoal.warm`) is started with the run, imports torch while the launcher does other things, and forks each worker in
+milliseconds. A worker is a child of the launcher either way; see `process.Child`. When the warm process dies, workers start fresh until
+the next one is ready.
+
+All belongs to the thread of the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, Final
+
+from shoal import warm
+from shoal.launcher.environment import is_own_of_worker
+from shoal.launcher.process import Child
+from shoal.launcher.warm_commands import folder_of, judge
+from shoal.warm.messages import receive, send
+
+_PROGRAM: Final = str(Path(warm.__file__).with_name("__main__.py"))
+_PR_SET_CHILD_SUBREAPER: Final = 36
+_PR_GET_CHILD_SUBREAPER: Final = 37
+_IMPORT_TIMEOUT: Final = timedelta(seconds=180)
+_FORK_TIMEOUT: Final = timedelta(seconds=20)
+_SHORT_LIFE_S: Final = 5.0
+_MOST_SHORT_LIVES: Final = 3
+"""A warm process that dies so often soon after it was ready is not started again."""
+_ADOPTING: Final = threading.Lock()
+"""Held while this process is a subreaper: launchers in several threads must not end each other's."""
+
+
+class WarmProcessError(Exception):
+    """A worker could not be forked. The message says why."""
+
+
+class WarmWorkers:
+    """Starts the workers of one run, warm where possible."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], *, wanted: bool, note: Callable[[str], None]) -> None:
+        """Starts nothing yet.
+
+        Args:
+            command: of each worker.
+            environment: what all workers have in common.
+            wanted: False: all workers start fresh.
+            note: tells a person what happens.
+        """
+        self._environment = dict(environment)
+        self._note = note
+        self._noted: set[str] = set()
+        self._settled = asyncio.Event()
+        self._process: _WarmProcess | None = None
+        """The one that can fork."""
+        self._keeping: asyncio.Task[None] | None = None
+        verdict = judge(command, environment) if wanted else None
+        self._usable = verdict is not None and verdict.warm
+        if verdict is not None and verdict.reason:
+            self._tell_fresh(verdict.reason)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next worker will be forked."""
+        return self._process is not None
+
+    def begin(self) -> None:
+        """Starts the warm process, if there is to be one."""
+        if self._usable:
+            self._keeping = asyncio.get_running_loop().create_task(self._keep())
+        else:
+            self._settled.set()
+
+    async def settled(self) -> None:
+        """Waits until the first warm process can fork or it is known that none will, for 3 minutes at most."""
+        try:
+            async with asyncio.timeout(_IMPORT_TIMEOUT.total_seconds()):
+                await self._settled.wait()
+        except TimeoutError:
+            self._tell_fresh(f"the warm process did not import torch within {_IMPORT_TIMEOUT.total_seconds():g} s")
+            self._settled.set()
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> Child:
+        """Starts a worker whose output comes through pipes. Raises OSError."""
+        if self._process is not None:
+            try:
+                differing = sorted(_shared(environment).items() ^ _shared(self._environment).items())
+                if differing:
+                    raise WarmProcessError(f"its environment has another {differing[0][0]}")
+                return self._process.fork(command, environment)
+            except WarmProcessError as error:
+                if not self._process.answers:
+                    self._process = None
+                self._tell_fresh(str(error))
+        return Child(command, environment=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    async def close(self) -> None:
+        """Ends the warm process. Workers stay."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+
+    def _tell_fresh(self, reason: str) -> None:
+        if reason not in self._noted:
+            self._noted.add(reason)
+            self._note(f"workers start in fresh interpreters: {reason}")
+
+    async def _keep(self) -> None:
+        loop = asyncio.get_running_loop()
+        short_lives = 0
+        while short_lives < _MOST_SHORT_LIVES:
+            try:
+                process = _WarmProcess(self._environment)
+            except OSError as error:
+                self._tell_fresh(f"the warm process could not be started: {error}")
+                self._settled.set()
+                return
+            try:
+                if problem := await process.problem():
+                    self._tell_fresh(problem)
+                    return
+                self._process = process
+                self._settled.set()
+                ready_at = loop.time()
+                status = await process.child.wait()
+                self._note(
+                    f"the warm process (pid {process.child.pid}) ended with {status}: workers start in fresh interpreters until another "
+                    "is ready"
+                )
+                short_lives = short_lives + 1 if loop.time() - ready_at < _SHORT_LIFE_S else 0
+            finally:
+                self._process = None
+                process.close()
+                self._settled.set()
+        self._tell_fresh(f"{_MOST_SHORT_LIVES} warm processes in a row have ended within {_SHORT_LIFE_S:g} s")
+
+
+class _WarmProcess:
+    """One process, from its start to its end."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """Raises OSError."""
+        self.answers = True
+        """Whether requests make sense."""
+        self._connection, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-u", _PROGRAM, str(theirs.fileno()), str(os.getpid())]
+            self.child = Child(
+                command,
+                environment=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=(theirs.fileno(),),
+            )
+        self._connection.settimeout(_FORK_TIMEOUT.total_seconds())
+
+    async def problem(self) -> str:
+        """Waits until it can fork, then returns an empty string; else returns why it cannot."""
+        loop = asyncio.get_running_loop()
+        said = asyncio.Event()
+        loop.add_reader(self._connection, said.set)
+        try:
+            await said.wait()
+        finally:
+            loop.remove_reader(self._connection)
+        try:
+            message, _ = receive(self._connection)
+        except (EOFError, OSError):
+            status = await self.child.wait()
+            return f"the warm process ended with {status}{self._last_words()}"
+        return f"{message['failed']}{self._last_words()}" if "failed" in message else ""
+
+    def fork(self, command: Sequence[str], environment: Mapping[str, str]) -> Child:
+        """Forks a worker. Raises WarmProcessError, after which there is none, and OSError when descriptors are used up."""
+        with contextlib.ExitStack() as stack:
+            out, theirs_out = _pipe(stack)
+            error, theirs_error = _pipe(stack)
+            their_gate, gate = _pipe(stack)
+            request = {"command": list(command), "environment": dict(environment), "folder": folder_of(command)}
+            try:
+                with _adopting():
+                    send(self._connection, request, (theirs_out.fileno(), theirs_error.fileno(), their_gate.fileno()))
+                    answer, _ = receive(self._connection)
+            except (EOFError, OSError) as problem:
+                self.answers = False
+                self.child.kill()  # it could be at work on a worker, which ends when it finds its gate closed
+                raise WarmProcessError(f"the warm process did not answer: {problem!r}") from problem
+            if "pid" not in answer:
+                raise WarmProcessError(answer["refused"])
+            try:
+                child = Child.adopted(answer["pid"], command=command, stdout=out, stderr=error)
+            except OSError as problem:
+                raise WarmProcessError(f"process {answer['pid']} is no child of the launcher: {problem}") from problem
+            with contextlib.suppress(BrokenPipeError):  # it has been killed, which its status says
+                os.write(gate.fileno(), b"+")
+            for stream in (theirs_out, theirs_error, their_gate, gate):
+                stream.close()
+            stack.pop_all()
+            return child
+
+    def close(self) -> None:
+        """Ends it; blocks until it is gone, which is soon."""
+        self._connection.close()
+        self.child.kill()
+        self.child.reap()
+        for stream in (self.child.stdout, self.child.stderr):
+            assert stream is not None
+            stream.close()
+
+    def _last_words(self) -> str:
+        assert self.child.stderr is not None
+        assert self.child.stdout is not None
+        said = b""
+        for stream in (self.child.stderr, self.child.stdout):
+            os.set_blocking(stream.fileno(), False)
+            with contextlib.suppress(BlockingIOError):
+                said = said or os.read(stream.fileno(), 1 << 16)
+        lines = said.decode(errors="replace").strip().splitlines()
+        return f" ({lines[-1]})" if lines else ""
+
+
+def _pipe(stack: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:
+    reading, writing = os.pipe()
+    return stack.enter_context(open(reading, "rb")), stack.enter_context(open(writing, "wb", buffering=0))
+
+
+@contextlib.contextmanager
+def _adopting() -> Iterator[None]:
+    """The kernel gives this process the workers whose parent, a child of the warm process, ends. Raises WarmProcessError.
+
+    Others that lose their parent in these milliseconds come to this process as well, and stay in the table of processes until it ends."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with _ADOPTING:
+        before = ctypes.c_int()
+        libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+        if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+            raise WarmProcessError(f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(ctypes.get_errno())}")
+        try:
+            yield
+        finally:
+            libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+def _shared(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if not is_own_of_worker(name)}

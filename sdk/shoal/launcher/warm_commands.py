@@ -1,0 +1,108 @@
+"""Which commands a warm process can run, judged by the command, the environment and the script's text. It imports and runs nothing."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Final
+
+_FOLLOWED: Final = (
+    "COVERAGE_PROCESS_START",
+    "COVERAGE_PROCESS_CONFIG",
+    "CUDA_INJECTION64_PATH",
+    "NVTX_INJECTION64_PATH",
+    "PYTHONINSPECT",
+    "PYTHONPROFILEIMPORTTIME",
+    "PYTHONTRACEMALLOC",
+    "PYTHONVERBOSE",
+)
+"""Variables by which tools follow a program from its first instruction on."""
+_READ_BY_IMPORTS: Final = (
+    "CUBLAS_", "GOMP_", "GRPC_", "KMP_", "LD_", "MALLOC_", "MKL_", "NUMEXPR_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH", "TRITON_",
+)  # fmt: skip
+"""How the names begin of variables that torch, and what it brings, read when they are imported."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Whether workers of a command are forked from a warm process."""
+
+    warm: bool
+    reason: str = ""
+    """Why not, where a person may have expected it; else empty."""
+
+
+def judge(command: Sequence[str], environment: Mapping[str, str]) -> Verdict:
+    """Decides for a worker's command line and environment."""
+    if tuple(command[:2]) != (sys.executable, "-u") or len(command) < 3 or (command[2] == "-m" and len(command) < 4):
+        return Verdict(warm=False)
+    if followed := next((name for name in _FOLLOWED if environment.get(name)), None):
+        return Verdict(warm=False, reason=f"{followed} is set")
+    source = _module_file(command[3]) if command[2] == "-m" else Path(command[2])
+    if command[2] != "-m" and (command[2].endswith(".pyc") or zipfile.is_zipfile(command[2])):
+        return Verdict(warm=False)
+    try:
+        tree = ast.parse(source.read_bytes()) if source is not None else None
+    except (OSError, SyntaxError, ValueError):  # the interpreter will say so better
+        return Verdict(warm=False)
+    if tree is None:
+        return Verdict(warm=True)
+    if all(name in sys.stdlib_module_names for name in _imports(tree)):
+        return Verdict(warm=False)  # importing torch is what would take the time
+    if setting := next((name for name in _settings(tree) if name.startswith(_READ_BY_IMPORTS)), None):
+        return Verdict(warm=False, reason=f"{source} sets {setting}, which has to happen before torch is imported")
+    return Verdict(warm=True)
+
+
+def folder_of(command: Sequence[str]) -> str:
+    """What a fresh interpreter would put first into sys.path."""
+    return str(Path.cwd()) if command[2] == "-m" else str(Path(command[2]).resolve().parent)
+
+
+def _module_file(name: str) -> Path | None:
+    """The source of what `python -m name` runs; None: it is not known without running something."""
+    path = [str(Path.cwd()), *sys.path]
+    parts = name.split(".")
+    for number in range(1, len(parts) + 1):
+        spec = PathFinder.find_spec(".".join(parts[:number]), path)
+        if spec is None:
+            return None
+        path = list(spec.submodule_search_locations or ())
+    if path:
+        spec = PathFinder.find_spec(f"{name}.__main__", path)
+    return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    """Top-level names of imported modules; a relative import's is empty."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield "" if node.level else (node.module or "").partition(".")[0]
+        elif isinstance(node, ast.Call) and _name(node.func) in ("import_module", "__import__", "run_path", "run_module"):
+            yield ""
+
+
+def _settings(tree: ast.AST) -> Iterator[str]:
+    """Names of the environment variables that the script itself sets."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and _name(node.value) == "environ":
+            yield from _texts(node.slice)
+        elif isinstance(node, ast.Call) and _name(node.func) in ("setdefault", "update", "putenv"):
+            for argument in node.args[:1]:
+                yield from _texts(*argument.keys) if isinstance(argument, ast.Dict) else _texts(argument)
+            yield from (keyword.arg for keyword in node.keywords if keyword.arg)
+
+
+def _name(node: ast.AST) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _texts(*nodes: ast.AST | None) -> Iterator[str]:
+    yield from (node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))

@@ -1,0 +1,167 @@
+"""What a forked child does to be what a fresh interpreter would be, and how it runs its script.
+
+A worker can tell the difference by these: modules that are imported already; the seed of `hash`, which workers of one warm process share
+unless PYTHONHASHSEED is set; frames of this package below its script's in stack dumps; and `gc.get_freeze_count()`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import importlib
+import io
+import mmap
+import multiprocessing
+import os
+import runpy
+import signal
+import struct
+import sys
+import time
+from collections.abc import Mapping
+from importlib.machinery import BuiltinImporter, SourceFileLoader
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any, Final
+
+_PR_SET_PDEATHSIG: Final = 1
+_PR_SET_MM: Final = 35
+_PR_SET_MM_MAP: Final = 14
+_HANDED_OVER_S: Final = 30.0
+"""How long the kernel may take to make the worker the launcher's child."""
+
+
+class Program:
+    """What one forked worker runs."""
+
+    def __init__(self, request: Mapping[str, Any], *, out: int, error: int, gate: int, launcher: int, added: Mapping[str, str]) -> None:
+        """Makes this process a worker; it ends if the launcher does not want it.
+
+        Args:
+            request: `command`, `environment`, `folder` as `launcher.warm` sends them.
+            out: standard output.
+            error: standard error.
+            gate: the launcher writes there when it knows the worker, and closes it when it does not want one.
+            launcher: process id of the parent to be.
+            added: environment variables that imports have set.
+        """
+        command: list[str] = request["command"]
+        os.setsid()
+        _follow_launcher(launcher)
+        os.dup2(out, 1)
+        os.dup2(error, 2)
+        os.close(out)
+        os.close(error)
+        if not os.read(gate, 1):
+            os._exit(1)
+        os.close(gate)
+        threads = os.environ.get("OMP_NUM_THREADS")
+        environment: dict[str, str] = {**added, **request["environment"]}
+        os.environ.clear()
+        os.environ.update(environment)
+        if environment.get("OMP_NUM_THREADS") != threads:
+            sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
+        _seed_anew()
+        _show_as(command, environment)
+        importlib.invalidate_caches()
+        sys.orig_argv[:] = command
+        self._is_module = command[2] == "-m"
+        self._target = command[3] if self._is_module else command[2]
+        sys.argv[:] = command[3:] if self._is_module else command[2:]
+        if self._is_module:
+            sys.argv[0] = "-m"
+        if not sys.flags.safe_path:
+            sys.path.insert(0, request["folder"])
+        sys.modules["__main__"] = self._main = _new_main()
+
+    def run(self) -> None:
+        """Runs the script or module. What it raises ends the interpreter as if it had been started with it."""
+        try:
+            if self._is_module:
+                runpy._run_module_as_main(self._target)
+            else:
+                self._run_script()
+        except SystemExit:
+            raise
+        except BaseException:
+            sys.excepthook = self._without_own_frames(sys.excepthook)
+            raise
+        self._forget_file()
+
+    def _run_script(self) -> None:
+        path = os.path.join(os.getcwd(), self._target)  # noqa: PTH118 - not normalized, as the interpreter has it
+        try:
+            with io.open_code(path) as file:
+                source = file.read()
+        except OSError as error:
+            sys.stderr.write(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}\n")
+            raise SystemExit(2) from None
+        self._main.__file__ = path
+        self._main.__dict__["__cached__"] = None
+        self._main.__loader__ = SourceFileLoader("__main__", path)
+        exec(compile(source, path, "exec", dont_inherit=True), self._main.__dict__)  # noqa: S102 - it is what a worker runs
+
+    def _forget_file(self) -> None:
+        """As the interpreter does once a script has come to its end, before exit handlers run."""
+        if not self._is_module:
+            self._main.__dict__.pop("__file__", None)
+            self._main.__dict__.pop("__cached__", None)
+
+    def _without_own_frames(self, hook: Any) -> Any:
+        own = {__file__, str(Path(__file__).with_name("__main__.py"))}
+
+        def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+            while traceback is not None and traceback.tb_frame.f_code.co_filename in own:
+                traceback = traceback.tb_next
+            sys.excepthook, sys.last_traceback = hook, traceback
+            hook(kind, error.with_traceback(traceback), traceback)
+            self._forget_file()
+
+        return excepthook
+
+
+def _follow_launcher(launcher: int) -> None:
+    """Waits until the launcher is the parent, and then ends with it. The process in between has ended already, or is about to."""
+    deadline = time.monotonic() + _HANDED_OVER_S
+    while os.getppid() != launcher:
+        if time.monotonic() > deadline:
+            os._exit(1)
+        time.sleep(0.0002)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != launcher:
+        os._exit(1)
+
+
+def _seed_anew() -> None:
+    """Generators that a fresh interpreter seeds from the operating system. Python's own is seeded by each fork; torch's is not random."""
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    multiprocessing.current_process().authkey = os.urandom(32)
+
+
+def _new_main() -> ModuleType:
+    main = ModuleType("__main__")
+    main.__dict__.update({"__annotations__": {}, "__builtins__": builtins, "__loader__": BuiltinImporter})
+    return main
+
+
+def _show_as(command: list[str], environment: Mapping[str, str]) -> None:
+    """Has the kernel show the worker's own command line and environment (ps, /proc). Where it cannot, they stay the warm process's."""
+    words = b"".join(os.fsencode(word) + b"\0" for word in command)
+    variables = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = libc.sbrk.restype = ctypes.c_void_p
+    length = len(words) + len(variables)
+    # Memory of the process's own that is never given back: the kernel reads it for as long as the process lives.
+    start = libc.mmap(None, ctypes.c_size_t(length), 3, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, ctypes.c_long(0))
+    if start == ctypes.c_void_p(-1).value:
+        return
+    ctypes.memmove(start, words + variables, length)
+    # Fields 26 to 51 of /proc/PID/stat (proc(5)); the second is the program's name in brackets, which may hold anything.
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    code, end_code, stack = (int(fields[number - 3]) for number in (26, 27, 28))
+    data, end_data, heap = (int(fields[number - 3]) for number in (45, 46, 47))
+    middle, end = start + len(words), start + length
+    layout = (code, end_code, data, end_data, heap, libc.sbrk(0), stack, start, middle, middle, end, 0)
+    memory_map = struct.pack("12QIi", *layout, 0, -1)  # struct prctl_mm_map
+    libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, memory_map, ctypes.c_ulong(len(memory_map)), 0)

@@ -1,0 +1,179 @@
+"""Imports once, then forks a worker for each request of the launcher.
+
+A worker is forked twice: the process in between ends at once, and the kernel gives the worker to the launcher, which is a subreaper
+meanwhile (prctl(2)). So the launcher is its parent like that of any worker that it starts itself: it waits for it, and the worker dies
+with it. The death of the warm process concerns no worker.
+
+A process that is forked has one thread, whatever its parent has; locks that other threads hold stay locked for ever. So the warm process
+refuses to fork unless it is sure that it has no threads, no device and no tracer.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import importlib
+import os
+import socket
+import struct
+import sys
+import termios
+import threading
+import warnings
+from collections.abc import Iterable
+from importlib.machinery import all_suffixes
+from pathlib import Path
+from typing import Any, Final
+
+from shoal.warm.becoming import Program
+from shoal.warm.messages import receive, send
+
+_IMPORTED: Final = (
+    "torch",
+    "torch.distributed",
+    "torch.optim.lr_scheduler",
+    "torch.utils.data",
+    "torch._dynamo",  # imported by the first optimizer that is made
+    "shoal",
+    "shoal_worker.api",
+    "shoal_worker.strategies.registry",
+    "shoal_ps_server.serving",
+)
+_DEVICES: Final = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
+
+
+def serve(descriptor: int, *, launcher: int) -> Program:
+    """Serves the launcher until it closes the socket or ends; the process ends then. Returns in each forked worker.
+
+    Args:
+        descriptor: the socket.
+        launcher: process id of the launcher, whose children the workers become.
+    """
+    connection = socket.socket(fileno=descriptor)
+    connection.set_inheritable(False)
+    before = dict(os.environ)
+    problem = _prepare()
+    added = {name: value for name, value in os.environ.items() if name not in before}
+    tops = frozenset(name.partition(".")[0] for name in sys.modules)
+    send(connection, {"failed": problem} if problem else {"ready": True})
+    while True:
+        try:
+            request, descriptors = receive(connection)
+        except (EOFError, ConnectionResetError):
+            os._exit(0)
+        problem = _why_unsafe() or _shadowed(request["folder"], tops)
+        if problem:
+            answer: dict[str, Any] = {"refused": problem}
+        else:
+            pid = _fork_twice()
+            if pid == 0:
+                connection.close()
+                out, error, gate = descriptors
+                return Program(request, out=out, error=error, gate=gate, launcher=launcher, added=added)
+            answer = {"pid": pid} if pid > 0 else {"refused": "the operating system did not fork it"}
+        for descriptor in descriptors:
+            os.close(descriptor)
+        send(connection, answer)
+
+
+def _prepare() -> str:
+    """Imports everything; returns why no worker can be forked, else an empty string."""
+    gc.disable()  # looking for garbage again and again takes a tenth of the time
+    try:
+        for name in _IMPORTED:
+            importlib.import_module(name)
+    except Exception as error:
+        return f"importing torch and Shoal failed: {type(error).__name__}: {error}"
+    gc.enable()
+    gc.freeze()  # else workers look through all of it, and copy it on the way
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if any(_unread(stream) for stream in (1, 2)):
+        return "importing torch and Shoal printed something, which each worker has to print"
+    # OpenBLAS ends its threads in a process that forks, and starts them when they are needed next.
+    probe = os.fork()
+    if probe == 0:
+        os._exit(0)
+    os.waitpid(probe, 0)
+    return _why_unsafe()
+
+
+def _why_unsafe() -> str:
+    """Why a child forked now might not be like a fresh process; empty: it is."""
+    torch = sys.modules["torch"]
+    threads = len(os.listdir("/proc/self/task"))
+    if threads != 1:
+        return f"the warm process has {threads} threads"
+    if torch.cuda.is_initialized() or any(path.startswith(_DEVICES) for path in _open_files()):
+        return "importing torch and Shoal has opened a device"
+    monitoring = getattr(sys, "monitoring", None)  # Python 3.12
+    tools = monitoring is not None and any(map(monitoring.get_tool, range(6)))
+    if tools or sys.gettrace() or sys.getprofile() or threading.gettrace() or threading.getprofile():
+        return "a debugger, profiler or coverage tool is at work"
+    return ""
+
+
+def _open_files() -> Iterable[str]:
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            yield os.readlink(f"/proc/self/fd/{descriptor}")
+        except FileNotFoundError:  # that of the listing
+            continue
+
+
+def _unread(stream: int) -> int:
+    """Bytes in a pipe that nobody has read."""
+    count: int = struct.unpack("i", fcntl.ioctl(stream, termios.FIONREAD, b"\0" * 4))[0]
+    return count
+
+
+def _shadowed(folder: str, tops: frozenset[str]) -> str:
+    """Whether a file in the folder that comes first in a worker's sys.path would have been imported in place of a module that is imported
+    already. `tops`: names of those modules, without what follows a dot."""
+    try:
+        entries = list(os.scandir(folder)) if folder else []
+    except OSError:
+        return ""
+    for entry in entries:
+        name = next((entry.name.removesuffix(end) for end in all_suffixes() if entry.name.endswith(end)), "")
+        if not name and entry.name in tops and any(Path(entry.path, "__init__" + end).exists() for end in all_suffixes()):
+            name = entry.name
+        if name in tops and name not in sys.builtin_module_names:
+            found = getattr(sys.modules.get(name), "__file__", None)
+            if found is None or Path(found).resolve() not in _files_of(entry):
+                return f"{entry.path} takes the place of the module {name!r}"
+    return ""
+
+
+def _files_of(entry: os.DirEntry[str]) -> set[Path]:
+    path = Path(entry.path).resolve()
+    return {path, *(path / f"__init__{end}" for end in all_suffixes())}
+
+
+def _fork_twice() -> int:
+    """Returns the process id of the child of a child that has ended; 0 in that process itself; -1: it could not be forked."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks with threads; there are none
+        between = _fork()
+        if between == 0:
+            worker = _fork()
+            if worker != 0:
+                os.write(writing, struct.pack("i", worker))
+                os._exit(0)
+    os.close(writing)
+    if between == 0:
+        os.close(reading)
+        return 0
+    data = os.read(reading, 4)  # empty when the process in between could not write
+    os.close(reading)
+    if between > 0:
+        os.waitpid(between, 0)
+    return int(struct.unpack("i", data)[0]) if len(data) == 4 else -1
+
+
+def _fork() -> int:
+    try:
+        return os.fork()
+    except OSError:
+        return -1

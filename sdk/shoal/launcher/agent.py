@@ -53,8 +53,8 @@ _QUIET: Final = timedelta(seconds=10)
 _PUT_OUT_GRACE: Final = timedelta(seconds=20)
 """How long a worker that was put out has to end by itself. It hears of it in a second or two."""
 _REPLACEMENT_DELAY: Final = timedelta(milliseconds=250)
-"""Between a worker's death and its fresh replacement's start, while others run: a new process imports torch for a second or more, on the cores
-on which the others are forming their next generation."""
+"""Between a worker's death and its replacement's start in a fresh interpreter, while others run: it imports torch for a second or more,
+on the cores on which the others are forming their next generation."""
 
 
 @dataclass(frozen=True, kw_only=True)

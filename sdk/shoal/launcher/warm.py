@@ -230,7 +230,7 @@ class _WarmProcess:
 
 def _pipe(stack: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:
     reading, writing = os.pipe()
-    return stack.enter_context(open(reading, "rb")), stack.enter_context(open(writing, "wb", buffering=0))
+    return stack.enter_context(os.fdopen(reading, "rb")), stack.enter_context(os.fdopen(writing, "wb", buffering=0))
 
 
 @contextlib.contextmanager

@@ -11,6 +11,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Final
 
+_NO_TORCH: Final = {*sys.stdlib_module_names, "shoal_common", "shoal_protos"}
+"""Packages that do not import torch."""
 _FOLLOWED: Final = (
     "COVERAGE_PROCESS_START",
     "COVERAGE_PROCESS_CONFIG",
@@ -23,8 +25,9 @@ _FOLLOWED: Final = (
 )
 """Variables by which tools follow a program from its first instruction on."""
 _READ_BY_IMPORTS: Final = (
-    "CUBLAS_", "GOMP_", "GRPC_", "KMP_", "LD_", "MALLOC_", "MKL_", "NUMEXPR_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH", "TRITON_",
-)  # fmt: skip
+    *("CUBLAS_", "GOMP_", "GRPC_", "KMP_", "LD_", "MALLOC_", "MKL_", "NUMEXPR_", "OMP_", "OPENBLAS_"),
+    *("PYTHON", "PYTORCH_", "TORCH", "TRITON_"),
+)
 """How the names begin of variables that torch, and what it brings, read when they are imported."""
 
 
@@ -52,7 +55,7 @@ def judge(command: Sequence[str], environment: Mapping[str, str]) -> Verdict:
         return Verdict(warm=False)
     if tree is None:
         return Verdict(warm=True)
-    if all(name in sys.stdlib_module_names for name in _imports(tree)):
+    if all(name in _NO_TORCH for name in _imports(tree)):
         return Verdict(warm=False)  # importing torch is what would take the time
     if setting := next((name for name in _settings(tree) if name.startswith(_READ_BY_IMPORTS)), None):
         return Verdict(warm=False, reason=f"{source} sets {setting}, which has to happen before torch is imported")

@@ -17,6 +17,7 @@ import runpy
 import signal
 import struct
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from importlib.machinery import BuiltinImporter, SourceFileLoader
@@ -56,11 +57,14 @@ class Program:
             os._exit(1)
         os.close(gate)
         threads = os.environ.get("OMP_NUM_THREADS")
-        environment: dict[str, str] = {**added, **request["environment"]}
+        environment: dict[str, str] = request["environment"]
         os.environ.clear()
         os.environ.update(environment)
+        for name, value in added.items():
+            os.environ.setdefault(name, value)
         if environment.get("OMP_NUM_THREADS") != threads:
             sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
+        _number_main_thread()
         _seed_anew()
         _show_as(command, environment)
         importlib.invalidate_caches()
@@ -89,7 +93,8 @@ class Program:
         self._forget_file()
 
     def _run_script(self) -> None:
-        path = os.path.join(os.getcwd(), self._target)  # noqa: PTH118 - not normalized, as the interpreter has it
+        # Not normalized, as the interpreter has it.
+        path = os.path.join(os.getcwd(), self._target)  # noqa: PTH109, PTH118
         try:
             with io.open_code(path) as file:
                 source = file.read()
@@ -130,6 +135,11 @@ def _follow_launcher(launcher: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != launcher:
         os._exit(1)
+
+
+def _number_main_thread() -> None:
+    """Gives the main thread its number in the kernel, which Python 3.11 and 3.12 leave as it was before the fork."""
+    threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
 
 
 def _seed_anew() -> None:

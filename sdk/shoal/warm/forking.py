@@ -71,8 +71,8 @@ def serve(descriptor: int, *, launcher: int) -> Program:
                 out, error, gate = descriptors
                 return Program(request, out=out, error=error, gate=gate, launcher=launcher, added=added)
             answer = {"pid": pid} if pid > 0 else {"refused": "the operating system did not fork it"}
-        for descriptor in descriptors:
-            os.close(descriptor)
+        for received in descriptors:
+            os.close(received)
         send(connection, answer)
 
 
@@ -101,7 +101,7 @@ def _prepare() -> str:
 def _why_unsafe() -> str:
     """Why a child forked now might not be like a fresh process; empty: it is."""
     torch = sys.modules["torch"]
-    threads = len(os.listdir("/proc/self/task"))
+    threads = len(list(Path("/proc/self/task").iterdir()))
     if threads != 1:
         return f"the warm process has {threads} threads"
     if torch.cuda.is_initialized() or any(path.startswith(_DEVICES) for path in _open_files()):
@@ -114,9 +114,9 @@ def _why_unsafe() -> str:
 
 
 def _open_files() -> Iterable[str]:
-    for descriptor in os.listdir("/proc/self/fd"):
+    for descriptor in list(Path("/proc/self/fd").iterdir()):
         try:
-            yield os.readlink(f"/proc/self/fd/{descriptor}")
+            yield str(descriptor.readlink())
         except FileNotFoundError:  # that of the listing
             continue
 

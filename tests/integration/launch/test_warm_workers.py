@@ -1,0 +1,244 @@
+"""Workers forked from a warm process cannot be told from fresh interpreters, and nothing depends on the warm process's life."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from shoal.launcher.process import Child, ExitStatus, stop_all, wait_all
+from shoal.launcher.warm import WarmWorkers
+
+Shell = Any  # of tests/integration/conftest.py
+
+pytestmark = pytest.mark.timeout(400)
+DEADLINE = timedelta(seconds=120)
+SEES = Path(__file__).with_name("what_a_worker_sees.py")
+
+
+class Both:
+    """Runs commands in a forked worker and in a fresh interpreter."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("SHOAL_", "PET_", "PYTHON", "COV"))}
+        self.environment = {**kept, "OMP_NUM_THREADS": "1", "GRPC_ENABLE_FORK_SUPPORT": "0"}
+        self.notes: list[str] = []
+        self.runner = asyncio.Runner()
+        command = [sys.executable, "-u", str(SEES)]
+        self.warm = WarmWorkers(command, self.environment, wanted=True, note=self.notes.append)
+        self.runner.run(self._begin())
+        assert self.warm.is_ready, self.notes
+
+    async def _begin(self) -> None:
+        self.warm.begin()
+        await self.warm.settled()
+
+    def close(self) -> None:
+        self.runner.run(self.warm.close())
+        self.runner.close()
+
+    def start(self, *arguments: str, **variables: str) -> Child:
+        """Starts `python -u ARGUMENTS`, forked."""
+        return self.warm.start([sys.executable, "-u", *arguments], {**self.environment, "RANK": "3", **variables})
+
+    def start_fresh(self, *arguments: str, **variables: str) -> Child:
+        """Starts it in a fresh interpreter."""
+        environment = {**self.environment, "RANK": "3", **variables}
+        return Child([sys.executable, "-u", *arguments], environment=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def outcomes(self, *arguments: str) -> tuple[Any, Any]:
+        """Status, standard output and standard error: of the forked one, and of the fresh one."""
+        return ended(self.start(*arguments)), ended(self.start_fresh(*arguments))
+
+    def script(self, text: str, name: str = "script.py") -> str:
+        (self.directory / name).write_text(text)
+        return name
+
+
+def ended(child: Child) -> tuple[ExitStatus, str, str]:
+    """Its status and outputs, once it has ended."""
+    assert child.stdout is not None
+    assert child.stderr is not None
+    with child.stdout, child.stderr:
+        outputs = child.stdout.read().decode(), child.stderr.read().decode()
+    assert wait_all([child], DEADLINE) == []
+    assert child.status is not None
+    return child.status, *outputs
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+    directory = tmp_path_factory.mktemp("both")
+    with contextlib.chdir(directory):
+        both = Both(directory)
+        yield both
+        both.close()
+    assert both.notes == [], "no worker of these tests was meant to start fresh"
+
+
+def described(output: str) -> tuple[dict[str, Any], list[str]]:
+    """What a worker saw, by name, and its other lines."""
+    lines = [line.partition(" ") for line in output.splitlines()]
+    names = {name: rest for name, _, rest in lines if rest.startswith(("{", "[", '"'))}
+    return names, ["".join(line) for line in lines if not line[2].startswith(("{", "[", '"'))]
+
+
+@pytest.mark.parametrize("arguments", [(str(SEES), "--flag", "a b", ""), ("-m", "what_a_worker_sees", "one")], ids=["script", "module"])
+def test_a_forked_worker_sees_what_a_fresh_one_sees(both: Both, arguments: tuple[str, ...]) -> None:
+    shutil.copy(SEES, both.directory)
+    (warm, warm_out, warm_err), (fresh, fresh_out, fresh_err) = both.outcomes(*arguments)
+    assert (warm, warm_err) == (fresh, fresh_err) == (ExitStatus(0), "")
+    warm_seen, fresh_seen = dict(described(warm_out)[0]), dict(described(fresh_out)[0])
+    random_warm, random_fresh = json.loads(warm_seen.pop("random")), json.loads(fresh_seen.pop("random"))
+    assert warm_seen == fresh_seen
+    assert described(warm_out)[1] == described(fresh_out)[1]
+    assert "a thread outlives the script" in warm_out
+    again = json.loads(described(ended(both.start(*arguments))[1])[0]["random"])
+    for one, other, third in zip(random_warm, random_fresh, again, strict=True):
+        assert len({one, other, third}) == 3
+
+
+ENDINGS = {
+    "its exit code": "import sys; sys.exit(7)",
+    "a text as the exit code": "import sys; sys.exit('the reason')",
+    "an exception": "def inner():\n    return 1 / 0\ndef outer():\n    inner()\nouter()",
+    "an exception with causes": "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise ValueError('é') from error",
+    "an error in its syntax": "import os\nprint('never')\nx = = 3",
+    "Ctrl-C": "raise KeyboardInterrupt",
+    "SIGINT": "import os, signal; os.kill(os.getpid(), signal.SIGINT); signal.pause()",
+    "SIGTERM": "import os, signal; os.kill(os.getpid(), signal.SIGTERM); signal.pause()",
+    "abort": "import os; os.abort()",
+    "os._exit": "import os; print('unflushed', end=''); os._exit(3)",
+    "a hook for exceptions": "import sys\nsys.excepthook = lambda *about: print(about[0], about[2].tb_lineno, about[2].tb_next)\n1 / 0",
+    "an exception in a thread": "import threading\nthread = threading.Thread(target=lambda: 1 / 0)\nthread.start(); thread.join()",
+    "an exit handler that raises": "import atexit\natexit.register(lambda: 1 / 0)",
+    "a destructor at the end": "class A:\n    def __del__(self): print('gone', __name__)\nkept = A()",
+    "the traceback of a caught exception": "import traceback\ntry:\n    1 / 0\nexcept Exception:\n    traceback.print_exc()",
+    "a warning": "import warnings\nwarnings.warn('hear')",
+    "memory that is limited": "import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 32, 1 << 32))\nbytearray(1 << 33)",
+}
+
+
+@pytest.mark.parametrize("how", ENDINGS)
+def test_a_forked_worker_ends_as_a_fresh_one_does(both: Both, how: str) -> None:
+    script = both.script(ENDINGS[how])
+    warm, fresh = (tuple(re.sub("0x[0-9a-f]+|Thread-[0-9]+", "", str(part)) for part in each) for each in both.outcomes(script))
+    assert warm == fresh
+
+
+def test_tracebacks_name_the_script_as_it_was_named(both: Both) -> None:
+    (both.directory / "folder").mkdir(exist_ok=True)
+    both.script("raise ValueError", "folder/script.py")
+    for name in ("folder/script.py", "./folder/../folder/script.py", str(both.directory / "folder" / "script.py"), "missing.py"):
+        warm, fresh = both.outcomes(name)
+        assert warm == fresh
+    for name in ("folder.script", "folder.missing", "missing"):
+        warm, fresh = both.outcomes("-m", name)
+        assert warm == fresh
+
+
+def test_processes_that_a_worker_leaves_are_killed_with_its_group(both: Both) -> None:
+    script = both.script(
+        "import subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(300)'], stdout=subprocess.DEVNULL,"
+        " stderr=subprocess.DEVNULL)\n"
+        "print(child.pid)\n"
+    )
+    status, out, _ = ended(both.start(script))
+    assert status.ok
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int(out)).wait(DEADLINE.total_seconds())
+
+
+def test_a_file_in_the_scripts_folder_that_hides_an_imported_module_makes_workers_start_fresh(both: Both) -> None:
+    folder = both.directory / "hiding"
+    folder.mkdir()
+    both.script("import sympy\nprint(sympy.MINE)", "hiding/script.py")
+    both.script("MINE = 'mine'", "hiding/sympy.py")
+    assert ended(both.start("hiding/script.py"))[:2] == (ExitStatus(0), "mine\n")
+    note = both.notes.pop()
+    assert "hiding/sympy.py takes the place of the module 'sympy'" in note
+
+
+def test_another_environment_makes_workers_start_fresh(both: Both) -> None:
+    script = both.script("import sys\nprint(sys.flags.hash_randomization)")
+    assert ended(both.start(script, PYTHONHASHSEED="0"))[:2] == (ExitStatus(0), "0\n")
+    assert "PYTHONHASHSEED" in both.notes.pop()
+
+
+RUNS = "import os, time, torch\nprint('pid', os.getpid(), flush=True)\nwhile True: time.sleep(0.01)"
+
+
+def warm_process(launcher: int) -> psutil.Process | None:
+    """The warm process of a launcher, if it has one."""
+    children = psutil.Process(launcher).children()
+    return next((each for each in children if any("shoal/warm/__main__" in word for word in each.cmdline())), None)
+
+
+def test_the_death_of_the_warm_process_costs_workers_nothing(shell: Shell) -> None:
+    command = shell.start("run", "--standalone", shell.script(RUNS))
+    command.wait_for_output("pid")
+    worker = psutil.Process(int(command.stdout.split()[-1]))
+    first = warm_process(command.process.pid)
+    assert first is not None
+    first.kill()
+    command.wait_for(lambda: f"the warm process (pid {first.pid}) ended with SIGKILL" in command.stderr, "the notice")
+    command.wait_for(lambda: (again := warm_process(command.process.pid)) and again.pid != first.pid, "another one")
+    assert worker.is_running()
+    assert worker.ppid() == command.process.pid
+
+
+def test_nothing_outlives_a_launcher_that_is_killed(shell: Shell) -> None:
+    command = shell.start("run", "--standalone", "--nproc-per-node=2", shell.script(RUNS))
+    command.wait_for_output("[0]: pid", "[1]: pid")
+    assert warm_process(command.process.pid) is not None
+    command.process.kill()
+    command.wait()
+    command.wait_until_gone()
+
+
+def test_only_the_launcher_has_the_socket_of_its_warm_process(shell: Shell) -> None:
+    command = shell.start("run", "--standalone", shell.script(RUNS))
+    command.wait_for_output("pid")
+    warm = warm_process(command.process.pid)
+    assert warm is not None
+    sockets = {link for each in Path(f"/proc/{warm.pid}/fd").iterdir() if (link := os.readlink(each)).startswith("socket:")}
+    assert len(sockets) == 1
+    assert not [each for each in psutil.Process(warm.pid).net_connections("all") if each.laddr], "it has no name that others could call"
+    worker = Path(f"/proc/{command.stdout.split()[-1]}/fd")
+    assert not [each for each in worker.iterdir() if os.readlink(each).startswith("socket:")]
+
+
+def test_no_warm_starts_fresh_interpreters_without_a_word(shell: Shell) -> None:
+    command = shell.start("run", "--standalone", "--no-warm", shell.script(RUNS))
+    command.wait_for_output("pid")
+    assert warm_process(command.process.pid) is None
+    assert "fresh" not in command.stderr
+
+
+def test_the_reason_for_fresh_interpreters_is_told(shell: Shell) -> None:
+    script = shell.script("import os\nos.environ['OMP_NUM_THREADS'] = '3'\nimport torch\nprint(torch.get_num_threads())")
+    status, out, err = shell.run("run", "--standalone", script)
+    assert (status, out) == (0, "[0]: 3\n")
+    assert f"workers start in fresh interpreters: {script} sets OMP_NUM_THREADS" in err
+
+
+def test_stop_all_ends_forked_workers(both: Both) -> None:
+    children = [both.start(both.script("import time; time.sleep(300)")) for _ in range(2)]
+    stop_all(children, grace=timedelta(seconds=30))
+    for child in children:
+        assert child.status == ExitStatus(143, 15)
+        ended(child)

@@ -138,7 +138,7 @@ class Agent:
         self._stopping = asyncio.Event()
         with self._signals():
             self._starter.warm.begin()
-            self._site.begin()
+            self._site.begin(self._starter.warm.start_service)
             self._spawn(self._start_over(again=False))
             self._spawn(self._open())
             try:

@@ -12,11 +12,11 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Self
+from typing import IO, TYPE_CHECKING, Final, Self
 from urllib.parse import quote
 
 from shoal_common.errors import ConfigurationError, DeadlineError, UnavailableError
@@ -35,6 +35,14 @@ POLL_INTERVAL: Final = timedelta(milliseconds=5)
 _STOP_GRACE: Final = timedelta(seconds=10)
 
 
+StartService = Callable[[Sequence[str], Mapping[str, str], IO[bytes]], Child]
+"""Starts a process from its command line, its environment and the file for its output."""
+
+
+def _start_fresh(command: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> Child:
+    return Child(command, environment=environment, stdout=log, stderr=log)
+
+
 class Service:
     """One service process of the cluster: a program that writes a port file once it serves, and logs into a file."""
 
@@ -47,8 +55,9 @@ class Service:
         directory: Path,
         environment: Mapping[str, str],
         host: str = "127.0.0.1",
+        start: StartService | None = None,
     ) -> None:
-        """Does not start it. `program` is a module; `directory` gets its port file and its log, `<name>.log`; `host` of this machine is
+        """Does not start it. `start` starts its process; None: in a fresh interpreter. `program` is a module; `directory` gets its port file and its log, `<name>.log`; `host` of this machine is
         where it listens. Raises OSError if `host` is not this machine's."""
         self.name = name
         self._port = ReservedPort(host)
@@ -60,6 +69,7 @@ class Service:
         self._command = [sys.executable, "-P", "-m", program, "--listen", self.address, "--http", "127.0.0.1:0"]
         self._command += [*arguments, "--port-file", str(self._port_file)]
         self._environment = environment
+        self._start = start or _start_fresh
         self._child: Child | None = None
         self._addresses: ServiceAddresses | None = None
 
@@ -82,7 +92,7 @@ class Service:
         self._addresses = None
         self._port_file.unlink(missing_ok=True)
         with self.log.open("ab") as log:
-            self._child = Child(self._command, environment=self._environment, stdout=log, stderr=log)
+            self._child = self._start(self._command, self._environment, log)
 
     def ready(self) -> bool:
         """Whether it serves. Raises UnavailableError, with the end of its log, when it has ended instead."""
@@ -137,6 +147,8 @@ class LocalCluster:
             "coordinator", "shoal_coordinator", "--redis", f"embedded://{quote(str(self.directory / 'redis'))}"
         )
         self.servers: list[Service] = []
+        self.start_server_process: StartService | None = None
+        """What starts processes of servers; None: a fresh interpreter each."""
         self._client: CoordinatorClient | None = None
         self._registration: Registration | None = None
 
@@ -230,7 +242,15 @@ class LocalCluster:
         data = self.directory / name
         data.mkdir()
         identity = ("--coordinator", self.coordinator.address, "--job", self.job.job_id, "--server-id", name)
-        return self._service(name, "shoal_ps_server", *identity, "--data-dir", str(data))
+        arguments = (*identity, "--data-dir", str(data))
+        return Service(
+            name,
+            "shoal_ps_server",
+            arguments,
+            directory=self.directory,
+            environment=self._environment,
+            start=self.start_server_process,
+        )
 
     # ------------------------------------------------------------------------------------------------------------- closing
 

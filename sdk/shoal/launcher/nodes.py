@@ -33,6 +33,7 @@ from shoal_common.runs import Run
 from shoal_common.settings import Address, parse_address
 from shoal_protos.v1 import coordinator_pb2 as pb
 
+from shoal.launcher.cluster import StartService
 from shoal.launcher.credentials import member_channel
 from shoal.launcher.environment import NodePlacement
 from shoal.launcher.jobs import JobSettings, launchers_job_id
@@ -92,7 +93,7 @@ class SharedSite:
         self._give_up_at = 0.0
         """On the loop's clock: the end of the wait for other launchers."""
 
-    def begin(self) -> None:
+    def begin(self, start_service: StartService) -> None:
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._opened = asyncio.Event()

@@ -9,6 +9,7 @@ from shoal_common.errors import PreconditionError
 from shoal_common.runs import Run
 
 if TYPE_CHECKING:
+    from shoal.launcher.cluster import StartService
     from shoal.launcher.environment import NodePlacement
     from shoal.launcher.reporter import ExitReporter
 
@@ -37,8 +38,8 @@ class Site(Protocol):
     run: Run | None
     """The job's run, once the site is open; None: the job has no other."""
 
-    def begin(self) -> None:
-        """Starts what takes time. Called first, on the loop's thread."""
+    def begin(self, start_service: StartService) -> None:
+        """Starts what takes time. Called first, on the loop's thread. `start_service` starts processes of parameter servers."""
         ...
 
     async def open(self, launcher_id: str) -> ExitReporter:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from shoal_common.runs import Run
 
-from shoal.launcher.cluster import LocalCluster
+from shoal.launcher.cluster import LocalCluster, StartService
 from shoal.launcher.environment import NodePlacement
 from shoal.launcher.jobs import JobSettings
 from shoal.launcher.keeper import ClusterKeeper
@@ -35,7 +35,8 @@ class StandaloneSite:
         self.coordinator = self._cluster.coordinator.address
         self.run: Run | None = None
 
-    def begin(self) -> None:
+    def begin(self, start_service: StartService) -> None:
+        self._cluster.start_server_process = start_service
         self._cluster.start_coordinator()
 
     async def open(self, launcher_id: str) -> ExitReporter:

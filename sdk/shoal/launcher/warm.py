@@ -1,4 +1,4 @@
-"""Workers forked from a warm process, and fresh ones where that cannot be.
+"""Workers forked from a warm process, and fresh ones where forking is impossible.
 
 The warm process (`shoal.warm`) is started with the run, imports torch while the launcher does other things, and forks each worker in
 milliseconds. A worker is a child of the launcher either way; see `process.Child`. When the warm process dies, workers start fresh until
@@ -36,6 +36,8 @@ _FORK_TIMEOUT: Final = timedelta(seconds=20)
 _SHORT_LIFE_S: Final = 5.0
 _MOST_SHORT_LIVES: Final = 3
 """A warm process that dies so often soon after it was ready is not started again."""
+_OF_WORKERS: Final = frozenset({"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"})
+"""Variables that workers get and services do not, or with other values; a forked process applies them."""
 _ADOPTING: Final = threading.Lock()
 """Held while this process is a subreaper: launchers in several threads must not end each other's."""
 
@@ -91,17 +93,40 @@ class WarmWorkers:
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> Child:
         """Starts a worker whose output comes through pipes. Raises OSError."""
-        if self._process is not None:
-            try:
-                differing = sorted(_shared(environment).items() ^ _shared(self._environment).items())
-                if differing:
-                    raise WarmProcessError(f"its environment has another {differing[0][0]}")
-                return self._process.fork(command, environment)
-            except WarmProcessError as error:
-                if not self._process.answers:
-                    self._process = None
-                self._tell_fresh(str(error))
+        try:
+            if (child := self._fork(command, environment)) is not None:
+                return child
+        except WarmProcessError as error:
+            self._tell_fresh(str(error))
         return Child(command, environment=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def start_service(self, command: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> Child:
+        """Starts one of Shoal's services, which writes into `log`; fresh while no warm process is ready. Raises OSError."""
+        with contextlib.suppress(WarmProcessError):
+            if (child := self._fork(command, environment, apart_from=_OF_WORKERS, log=log)) is not None:
+                return child
+        return Child(command, environment=environment, stdout=log, stderr=log)
+
+    def _fork(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        apart_from: frozenset[str] = frozenset(),
+        log: IO[bytes] | None = None,
+    ) -> Child | None:
+        """None: there is no warm process. Variables named in `apart_from` may differ. Raises WarmProcessError."""
+        process = self._process
+        if process is None:
+            return None
+        differing = {name for name, _ in _shared(environment).items() ^ _shared(self._environment).items()} - apart_from
+        if differing:
+            raise WarmProcessError(f"their environment has another {min(differing)}")
+        try:
+            return process.fork(command, environment, log)
+        finally:
+            if not process.answers:
+                self._process = None
 
     async def close(self) -> None:
         """Ends the warm process. Workers stay."""
@@ -179,12 +204,13 @@ class _WarmProcess:
             return f"the warm process ended with {status}{self._last_words()}"
         return f"{message['failed']}{self._last_words()}" if "failed" in message else ""
 
-    def fork(self, command: Sequence[str], environment: Mapping[str, str]) -> Child:
-        """Forks a worker. Raises WarmProcessError, after which there is none, and OSError when descriptors are used up."""
-        with contextlib.ExitStack() as stack:
-            out, theirs_out = _pipe(stack)
-            error, theirs_error = _pipe(stack)
-            their_gate, gate = _pipe(stack)
+    def fork(self, command: Sequence[str], environment: Mapping[str, str], log: IO[bytes] | None = None) -> Child:
+        """Forks a worker whose output goes into `log`, else through pipes. Raises WarmProcessError, after which there is none, and OSError
+        when descriptors are used up."""
+        with contextlib.ExitStack() as given, contextlib.ExitStack() as kept:
+            their_gate, gate = _pipe(given, given)
+            out, theirs_out = _pipe(kept, given) if log is None else (None, log)
+            error, theirs_error = _pipe(kept, given) if log is None else (None, log)
             request = {"command": list(command), "environment": dict(environment), "folder": folder_of(command)}
             try:
                 with _adopting():
@@ -202,9 +228,7 @@ class _WarmProcess:
                 raise WarmProcessError(f"process {answer['pid']} is no child of the launcher: {problem}") from problem
             with contextlib.suppress(BrokenPipeError):  # it has been killed, which its status says
                 os.write(gate.fileno(), b"+")
-            for stream in (theirs_out, theirs_error, their_gate, gate):
-                stream.close()
-            stack.pop_all()
+            kept.pop_all()
             return child
 
     def close(self) -> None:
@@ -228,9 +252,10 @@ class _WarmProcess:
         return f" ({lines[-1]})" if lines else ""
 
 
-def _pipe(stack: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:
+def _pipe(reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:
+    """The ends of a new pipe, to read from and to write to, which `reader` and `writer` close."""
     reading, writing = os.pipe()
-    return stack.enter_context(os.fdopen(reading, "rb")), stack.enter_context(os.fdopen(writing, "wb", buffering=0))
+    return reader.enter_context(os.fdopen(reading, "rb")), writer.enter_context(os.fdopen(writing, "wb", buffering=0))
 
 
 @contextlib.contextmanager

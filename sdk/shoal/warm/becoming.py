@@ -62,7 +62,7 @@ class Program:
         os.environ.update(environment)
         for name, value in added.items():
             os.environ.setdefault(name, value)
-        if environment.get("OMP_NUM_THREADS") != threads:
+        if environment.get("OMP_NUM_THREADS", threads) != threads:
             sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
         _number_main_thread()
         _seed_anew()
@@ -143,7 +143,8 @@ def _number_main_thread() -> None:
 
 
 def _seed_anew() -> None:
-    """Generators that a fresh interpreter seeds from the operating system. Python's own is seeded by each fork; torch's is not random."""
+    """Seeds from the operating system what a fresh interpreter seeds from there. Python seeds its own generator after each fork."""
+    sys.modules["torch"].default_generator.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     multiprocessing.current_process().authkey = os.urandom(32)

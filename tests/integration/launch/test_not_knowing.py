@@ -59,7 +59,7 @@ class MovingSite:
         self.after_moved = after_moved
         self.asked_again = threading.Event()
 
-    def begin(self) -> None:
+    def begin(self, start_service: object) -> None:
         """Nothing takes time."""
 
     async def open(self, launcher_id: str) -> ExitReporter:

@@ -26,8 +26,7 @@ import warnings
 from pathlib import Path
 
 import numpy as np
-import shoal
-import shoal_worker.api
+import shoal_worker.api  # noqa: F401 - it sets variables
 import torch
 
 
@@ -82,7 +81,7 @@ def seen():
         "nice": os.nice(0),
         "streams": [stream(each) for each in (sys.stdin, sys.stdout, sys.stderr)],
         "same streams": [sys.stdin is sys.__stdin__, sys.stdout is sys.__stdout__, sys.stderr is sys.__stderr__],
-        "descriptors": sorted(int(each) for each in os.listdir("/proc/self/fd")),
+        "descriptors": sorted(int(each.name) for each in Path("/proc/self/fd").iterdir()),
         "sys": [sys.argv, sys.orig_argv, sys.path, repr(sys.flags), sys.warnoptions, repr(sys._xoptions), sys.executable, sys.prefix,
                 sys.dont_write_bytecode, sys.pycache_prefix, sys.getrecursionlimit(), sys.getswitchinterval(), sys.platlibdir,
                 [repr(each).partition(" at ")[0] for each in sys.meta_path], len(sys.path_hooks)],
@@ -93,8 +92,9 @@ def seen():
                  type(main.__builtins__).__name__, main is sys.modules[Pickled.__module__], type(main).__name__],
         "collector": [gc.isenabled(), gc.get_threshold(), gc.get_debug()],
         "threads": [threading.main_thread().native_id == os.getpid(), threading.current_thread() is threading.main_thread(),
-                    [each.name for each in threading.enumerate()], len(os.listdir("/proc/self/task")), threading.get_native_id() == os.getpid()],
-        "torch": [torch.initial_seed(), torch.rand(3).tolist(), torch.get_num_threads(), torch.get_num_interop_threads(),
+                    [each.name for each in threading.enumerate()], len(list(Path("/proc/self/task").iterdir())),
+                    threading.get_native_id() == os.getpid()],
+        "torch": [torch.Generator().initial_seed(), torch.get_num_threads(), torch.get_num_interop_threads(),
                   str(torch.get_default_dtype()), torch.is_grad_enabled(), torch.cuda.is_initialized(), torch.cuda.is_available(),
                   torch.get_deterministic_debug_mode()],
         "fault handler": faulthandler.is_enabled(),
@@ -120,7 +120,7 @@ if __name__ == "__main__":
     everything = seen()
     for name, value in everything.items():
         print(name, json.dumps(value, default=repr))
-    random_ones = [random.random(), np.random.rand(), uuid.uuid4().hex, next(tempfile._get_candidate_names()),
+    random_ones = [torch.initial_seed(), torch.rand(3).tolist(), random.random(), np.random.rand(), uuid.uuid4().hex, next(tempfile._get_candidate_names()),
                    multiprocessing.current_process().authkey.hex()]
     print("random", json.dumps(random_ones))
     atexit.register(print, "exit: 1st registered, has __file__:", "__file__" in globals())

@@ -62,9 +62,18 @@ class WithLauncher:
         """The launcher does."""
 
 
-def start_shoal(stage: Stage, workload: Workload, *, restarts: bool = False, more: Sequence[str] = ()) -> WithLauncher:
-    """Launcher, coordinator, embedded Valkey, workers with metrics. `restarts`: workers may die often. `more`: of the worker's flags."""
-    flags = ("--standalone", "--nproc-per-node", str(workload.ranks), *(_MANY_RESTARTS if restarts else ()))
+def start_shoal(
+    stage: Stage,
+    workload: Workload,
+    *,
+    restarts: bool = False,
+    warm: bool = True,
+    more: Sequence[str] = (),
+) -> WithLauncher:
+    """Launcher, coordinator, embedded Valkey, workers with metrics. `restarts`: workers may die often. `warm`: workers are forked from a
+    warm process. `more`: of the worker's flags."""
+    flags = ("--standalone", "--nproc-per-node", str(workload.ranks))
+    flags += (*(_MANY_RESTARTS if restarts else ()), *(() if warm else ("--no-warm",)))
     command = [_beside_python("shoal"), "run", *flags, "-m", "benchmarks.workers.train_shoal", *more, *workload.arguments()]
     return WithLauncher(stage, command)
 

@@ -53,6 +53,8 @@ _OTHERS: Final = {
     "([decision 30](../decisions/0030-keep-freed-memory.md))",
     "NO_COLOR": "no colours on the terminal",
     "PMI_SIZE OMPI_COMM_WORLD_SIZE": "by which a process sees that `mpiexec` started it",
+    "SHOAL_WARM": "0: `shoal run` and `shoal up` start a fresh interpreter for each worker, as with `--no-warm` "
+    "([warm starts](../guides/warm-starts.md))",
     "SHOAL_FAILPOINTS": "for Shoal's own tests: where a process is to fail",
 }
 

@@ -57,8 +57,20 @@ class Service:
         host: str = "127.0.0.1",
         start: StartService | None = None,
     ) -> None:
-        """Does not start it. `start` starts its process; None: in a fresh interpreter. `program` is a module; `directory` gets its port file and its log, `<name>.log`; `host` of this machine is
-        where it listens. Raises OSError if `host` is not this machine's."""
+        """Does not start it.
+
+        Args:
+            name: service name, used in logs.
+            program: module with the service's main program.
+            arguments: arguments of the program, besides those that name its addresses.
+            directory: gets its port file and its log, `<name>.log`.
+            environment: environment variables of its process.
+            host: address of this machine to listen on.
+            start: starts the process; None: in a fresh interpreter.
+
+        Raises:
+            OSError: `host` is not this machine's.
+        """
         self.name = name
         self._port = ReservedPort(host)
         self.address = f"[{host}]:{self._port.port}" if ":" in host else f"{host}:{self._port.port}"

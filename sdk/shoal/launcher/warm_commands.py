@@ -63,7 +63,9 @@ def judge(command: Sequence[str], environment: Mapping[str, str]) -> Verdict:
 
 
 def folder_of(command: Sequence[str]) -> str:
-    """What a fresh interpreter would put first into sys.path."""
+    """What a fresh interpreter would put first into sys.path; empty: nothing."""
+    if command[1] == "-P":
+        return ""
     return str(Path.cwd()) if command[2] == "-m" else str(Path(command[2]).resolve().parent)
 
 

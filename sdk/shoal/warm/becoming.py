@@ -74,7 +74,7 @@ class Program:
         sys.argv[:] = command[3:] if self._is_module else command[2:]
         if self._is_module:
             sys.argv[0] = "-m"
-        if not sys.flags.safe_path:
+        if request["folder"] and not sys.flags.safe_path:
             sys.path.insert(0, request["folder"])
         sys.modules["__main__"] = self._main = _new_main()
 

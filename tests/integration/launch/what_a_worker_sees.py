@@ -120,7 +120,8 @@ if __name__ == "__main__":
     everything = seen()
     for name, value in everything.items():
         print(name, json.dumps(value, default=repr))
-    random_ones = [torch.initial_seed(), torch.rand(3).tolist(), random.random(), np.random.rand(), uuid.uuid4().hex, next(tempfile._get_candidate_names()),
+    random_ones = [torch.initial_seed(), torch.rand(3).tolist(), random.random(), np.random.rand(), uuid.uuid4().hex,
+                   next(tempfile._get_candidate_names()),
                    multiprocessing.current_process().authkey.hex()]
     print("random", json.dumps(random_ones))
     atexit.register(print, "exit: 1st registered, has __file__:", "__file__" in globals())

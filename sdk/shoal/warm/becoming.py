@@ -82,7 +82,7 @@ class Program:
         """Runs the script or module. What it raises ends the interpreter as if it had been started with it."""
         try:
             if self._is_module:
-                runpy._run_module_as_main(self._target)
+                runpy._run_module_as_main(self._target)  # type: ignore[attr-defined] # what `python -m` calls
             else:
                 self._run_script()
         except SystemExit:

@@ -1,0 +1,83 @@
+"""Which commands are run by a warm process."""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from shoal.launcher.warm_commands import Verdict, judge
+
+WARM, FRESH = Verdict(warm=True), Verdict(warm=False)
+
+
+def judged(script: Path, text: str, **environment: str) -> Verdict:
+    script.write_text(text)
+    return judge((sys.executable, "-u", str(script), "--flag"), environment)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    return tmp_path / "train.py"
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        ("import torch", WARM),
+        ("def later():\n    from transformers import Trainer", WARM),
+        ("from . import model", WARM),
+        ("import importlib; importlib.import_module(name)", WARM),
+        ("import os, json.decoder\nfrom pathlib import Path", FRESH),
+        ("import torch\nx = = 1", FRESH),
+    ],
+)
+def test_a_script_is_forked_if_it_may_import_torch(script: Path, text: str, verdict: Verdict) -> None:
+    assert judged(script, text) == verdict
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "os.environ['OMP_NUM_THREADS'] = '3'",
+        "environ['OMP_NUM_THREADS'] += '3'",
+        "os.environ.setdefault('OMP_NUM_THREADS', '3')",
+        "os.environ.update({'A': '1', 'OMP_NUM_THREADS': '3'})",
+        "os.environ.update(OMP_NUM_THREADS='3')",
+        "os.putenv('OMP_NUM_THREADS', '3')",
+    ],
+)
+def test_a_script_that_sets_what_torch_reads_when_imported_starts_fresh(script: Path, line: str) -> None:
+    verdict = judged(script, f"import os, torch\nfrom os import environ\nif True:\n    {line}")
+    assert not verdict.warm
+    assert "sets OMP_NUM_THREADS" in verdict.reason
+
+
+def test_a_script_may_set_what_is_read_later_and_read_anything(script: Path) -> None:
+    text = "import os, torch\nos.environ['CUDA_VISIBLE_DEVICES'] = '0'\nos.environ['OMP_NUM_THREADS']\nos.getenv('TORCH_LOGS')"
+    assert judged(script, text) == WARM
+
+
+def test_tools_that_follow_programs_have_fresh_ones(script: Path) -> None:
+    assert judged(script, "import torch", COVERAGE_PROCESS_START="rc") == Verdict(warm=False, reason="COVERAGE_PROCESS_START is set")
+
+
+def test_other_programs_start_fresh_without_a_word(tmp_path: Path) -> None:
+    archive = tmp_path / "train.pyz"
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("__main__.py", "import torch")
+    for command in (("/bin/true",), (sys.executable, "-c", "import torch"), (sys.executable, "-u", str(archive)), (sys.executable,)):
+        assert judge(command, {}) == FRESH
+
+
+def test_modules_are_read_without_being_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    package = tmp_path / "unknown_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('it was imported')")
+    (package / "__main__.py").write_text("import json")
+    (package / "train.py").write_text("import torch")
+    assert judge((sys.executable, "-u", "-m", "unknown_package"), {}) == FRESH
+    assert judge((sys.executable, "-u", "-m", "unknown_package.train"), {}) == WARM
+    assert judge((sys.executable, "-u", "-m", "there_is_none.such"), {}) == WARM

@@ -107,7 +107,7 @@ class Program:
         exec(compile(source, path, "exec", dont_inherit=True), self._main.__dict__)  # noqa: S102 - it is what a worker runs
 
     def _forget_file(self) -> None:
-        """As the interpreter does once a script has come to its end, before exit handlers run."""
+        """Removes what the interpreter removes once a script has come to its end, before exit handlers run."""
         if not self._is_module:
             self._main.__dict__.pop("__file__", None)
             self._main.__dict__.pop("__cached__", None)

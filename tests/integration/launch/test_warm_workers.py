@@ -247,6 +247,8 @@ def test_a_parameter_server_that_is_killed_is_forked_anew_and_serves(shell: Shel
     command = shell.start("run", "--standalone", "--servers=1", shell.script(RUNS))
     command.wait_for_output("pid")
     (server,) = (each for each in psutil.Process(command.process.pid).children() if "shoal_ps_server" in each.cmdline())
+    words = server.cmdline()
+    command.wait_for(Path(words[words.index("--port-file") + 1]).exists, "the first one")
     server.kill()
     command.wait_for(lambda: "serves again as pid" in command.stderr, "another one")
     again = int(command.stderr.rpartition("serves again as pid ")[2].split()[0])

@@ -19,7 +19,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.machinery import BuiltinImporter, SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -66,7 +66,7 @@ class Program:
             sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
         _number_main_thread()
         _seed_anew()
-        _show_as(command, environment)
+        show_as(command, environment)
         importlib.invalidate_caches()
         sys.orig_argv[:] = command
         self._is_module = command[2] == "-m"
@@ -156,8 +156,9 @@ def _new_main() -> ModuleType:
     return main
 
 
-def _show_as(command: list[str], environment: Mapping[str, str]) -> None:
-    """Has the kernel show the worker's own command line and environment (ps, /proc). Where it cannot, they stay the warm process's."""
+def show_as(command: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Has the kernel show this command line and environment for the process (ps, /proc), by which others know a worker. Returns whether
+    the kernel can."""
     words = b"".join(os.fsencode(word) + b"\0" for word in command)
     variables = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
     libc = ctypes.CDLL(None, use_errno=True)
@@ -166,7 +167,7 @@ def _show_as(command: list[str], environment: Mapping[str, str]) -> None:
     # Memory of the process's own that is never given back: the kernel reads it for as long as the process lives.
     start = libc.mmap(None, ctypes.c_size_t(length), 3, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, ctypes.c_long(0))
     if start == ctypes.c_void_p(-1).value:
-        return
+        return False
     ctypes.memmove(start, words + variables, length)
     # Fields 26 to 51 of /proc/PID/stat (proc(5)); the second is the program's name in brackets, which may hold anything.
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
@@ -175,4 +176,4 @@ def _show_as(command: list[str], environment: Mapping[str, str]) -> None:
     middle, end = start + len(words), start + length
     layout = (code, end_code, data, end_data, heap, libc.sbrk(0), stack, start, middle, middle, end, 0)
     memory_map = struct.pack("12QIi", *layout, 0, -1)  # struct prctl_mm_map
-    libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, memory_map, ctypes.c_ulong(len(memory_map)), 0)
+    return bool(libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, memory_map, ctypes.c_ulong(len(memory_map)), 0) == 0)

@@ -25,7 +25,7 @@ from importlib.machinery import all_suffixes
 from pathlib import Path
 from typing import Any, Final
 
-from shoal.warm.becoming import Program
+from shoal.warm.becoming import Program, show_as
 from shoal.warm.messages import receive, send
 
 _IMPORTED: Final = (
@@ -93,8 +93,9 @@ def _prepare() -> str:
     # OpenBLAS ends its threads in a process that forks, and starts them when they are needed next.
     probe = os.fork()
     if probe == 0:
-        os._exit(0)
-    os.waitpid(probe, 0)
+        os._exit(0 if show_as(["probe"], {"PROBE": "1"}) else 1)
+    if os.waitpid(probe, 0)[1] != 0:
+        return "the kernel cannot show a forked process under its own command line (CONFIG_CHECKPOINT_RESTORE)"
     return _why_unsafe()
 
 

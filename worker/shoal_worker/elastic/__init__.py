@@ -17,7 +17,7 @@ step, the same on all ranks that survive it.
   any time: `first_of_machine` (what one process of a machine does before the others).
 - Beside the model: `schedulers_and_scalers`, `group_members` (the parameters in an optimizer's groups), and
   `row_store` (rows of sparse tables, which servers hold).
-- Waiting: `waiting` (for what), `stall_watch` (whom this rank does not reach), `desync_detector`, `course` (what was issued in a step),
-  `divergence`, `replicas_compared` and `batches_compared` (ranks that have gone different ways), `progress` (what heartbeats and metrics tell), `told_loss`
-  (the loss in it).
+- Waiting: `waiting` (for what), `stall_watch` (whom this rank does not reach), `desync_detector`, `course` (what was
+  issued in a step), `divergence`, `replicas_compared` and `batches_compared` (ranks that have gone different ways),
+  `progress` (what heartbeats and metrics report), `told_loss` (the loss in it).
 """

@@ -28,7 +28,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from shoal_common.errors import MembershipChanged
+from shoal_common.errors import MembershipChanged, ShoalError
 from shoal_common.failpoints import failpoint
 
 from shoal_worker.elastic.channel import Channel
@@ -199,6 +199,10 @@ class SeveralEngines:
             engine.keep_two_copies(channel, leaving)
 
     # ------------------------------------------------------------------------------------------------------------------ steps
+
+    def writes_apart(self) -> ShoalError:
+        """The reduction of each model compares what its own passes wrote; the step of all has nothing to add."""
+        return self._first.writes_apart()
 
     def step_begins(self) -> None:
         step = self._session.step

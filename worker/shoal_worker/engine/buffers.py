@@ -34,7 +34,7 @@ once more, without a weight."""
 _MODULUS: Final = 4093
 """A prime: numbers that differ by a multiple of it count as equal."""
 _TOLERANCE: Final = 1e-5
-"""Of the variance of remainders, which is 0, or at least the smallest weight of a pass."""
+"""Limit for the variance of remainders, which is 0 or at least the smallest weight of a pass."""
 _LARGEST_CHANGE: Final = 2.0**40
 """The mean over 4000 ranks of integers up to this, in float64, is off by less than a half."""
 

@@ -70,7 +70,7 @@ class ModuleState:
         return {key: value for key, value in self.captured().items() if not isinstance(self.tensors.get(key), nn.Parameter)}
 
     def shapes(self) -> dict[str, torch.Size | None]:
-        """Of the tensors; None for what has no shape that must fit."""
+        """Shapes of the tensors; None for entries whose shape need not fit."""
         return {key: tensor.shape for key, tensor in self.tensors.items()} | dict.fromkeys(self.others)
 
 

@@ -41,9 +41,9 @@ class WrittenParameters:
         self._copies: dict[int, torch.Tensor] = {}
         """Values at the step's beginning of those that are known to be written."""
         self._digests: list[int] = []
-        """Of all parameters as the process's first step began; empty in others."""
+        """Digests of all parameters as the process's first step began; empty in other steps."""
         self._seen: list[tuple[int, int]] = []
-        """Of each parameter: torch's count of changes, and where its memory is. Empty: no step has begun that could be lost."""
+        """Version and memory address of each parameter. Empty: no step has begun that could be lost."""
         self._watched: set[int] = set()
         """Those that are known to be written."""
         self._written: list[int] = []
@@ -203,7 +203,7 @@ class ModuleAttributes:
         self._numbers = _NUMBERS if numbers else frozenset()
         self._before: list[tuple[nn.Module, dict[str, Any]]] = []
         self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
-        """Of tensors that were there: by identity, the tensor, its count of changes, and its values."""
+        """Tensors at the step's beginning, by identity: the tensor, its version, and a copy of its values."""
         self._extra: list[tuple[Any, Any]] = []
 
     def begin(self) -> None:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import pytest
 import torch
@@ -102,6 +102,25 @@ def test_parts_are_exchanged_with_equal_sizes_and_without(blocking: str, monkeyp
         ([0.0, 1.0, 10.0, 11.0], [0.0, 10.0]),
         ([2.0, 3.0, 12.0, 13.0], [1.0, 2.0, 3.0, 11.0, 12.0, 13.0]),
     ]
+    close(backends)
+
+
+@pytest.mark.parametrize(
+    ("output", "given"),
+    [
+        (torch.empty(2), torch.ones(4)),
+        (torch.empty(4, dtype=torch.int32), torch.ones(4)),
+        (torch.empty(3), torch.ones(3)),
+        (torch.tensor(0.0), torch.tensor(1.0)),
+    ],
+    ids=["shorter", "of another dtype", "of three rows", "without rows"],
+)
+def test_an_exchange_of_tensors_that_do_not_match_is_refused(output: torch.Tensor, given: torch.Tensor) -> None:
+    """NCCL is told one count and takes the pointers as they are: it would write past the end of a shorter output."""
+    backends = Ranks(2).form()
+    for backend in backends:
+        with pytest.raises(InvalidRequestError, match="expected as many elements of one dtype"):
+            cast(Any, backend.process_group).all_to_all_single(output, given, [], [], AllToAllOptions())
     close(backends)
 
 

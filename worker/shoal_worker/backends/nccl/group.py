@@ -251,10 +251,19 @@ class DeviceGroup(ForwardingGroup):
         """`ProcessGroup.all_to_all_single`, with sizes for equal parts, too.
 
         For parts without sizes torch calls ncclAlltoAll (2.11: all2all_single_equal_split). It takes
-        ncclInProgress for an error, which a communicator that does not block may return.
+        ncclInProgress for an error, which a communicator that does not block may return. Nor does it
+        compare the tensors: NCCL would write past the end of a shorter `output`.
         """
-        if not output_sizes and not input_sizes and output.dim() and output.shape[0] % self.size() == 0:
-            output_sizes = [output.shape[0] // self.size()] * self.size()
+        if not output_sizes and not input_sizes:
+            parts = self.size()
+            divide = all(each.dim() and each.shape[0] % parts == 0 for each in (output, input))
+            if not divide or output.numel() != input.numel() or output.dtype != input.dtype:
+                raise InvalidRequestError(
+                    f"all_to_all_single on rank {self.rank()} of {parts} without sizes: output of {list(output.shape)} "
+                    f"{output.dtype} and input of {list(input.shape)} {input.dtype}; expected as many elements of one dtype, "
+                    f"and first dimensions that divide by {parts}"
+                )
+            output_sizes = [output.shape[0] // parts] * parts
         return self._issue("all_to_all_single", (output, input, output_sizes, input_sizes, opts or AllToAllOptions()), {})
 
     alltoall_base: Any = all_to_all_single

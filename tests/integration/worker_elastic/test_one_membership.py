@@ -201,6 +201,32 @@ def test_a_member_whose_link_broke_by_a_fault_of_its_own_knows_and_does_not_trai
     link.leave(LeaveReason.FAILED)
 
 
+def test_a_member_that_is_to_leave_does_not_wait_for_a_slow_name_lookup() -> None:
+    looking, looked = threading.Event(), threading.Event()
+
+    class SlowToExplain(CoordinatorClient):
+        def find_obstacle(self) -> None:
+            looking.set()
+            looked.wait(60)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    link = CoordinatorLink(
+        SlowToExplain(ChannelSettings(address=address)),
+        MemberIdentity(job_id="job", member_id="a", host="h1", pid=os.getpid()),
+        on_generation=lambda _: None,
+    )
+    signalled = threading.Thread(target=lambda: looking.wait(60) and link.drain("SIGTERM"))
+    signalled.start()
+    began = time.monotonic()
+    with pytest.raises(Drained, match="SIGTERM"):
+        link.connect(60 * SECOND)
+    assert time.monotonic() - began < 40, "it waited for the lookup"
+    looked.set()
+    signalled.join()
+    link.leave(LeaveReason.FAILED)
+
+
 def joined(job: Job) -> Membership:
     """Member "a", which wants a rank."""
     settings = WorkerSettings(collective_timeout_s=0.3, connect_timeout_s=0.3, rendezvous_timeout_s=60)

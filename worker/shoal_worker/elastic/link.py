@@ -12,6 +12,7 @@ own. A coordinator that has lost the job is given it again.
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,7 @@ from shoal_common.errors import (
     UnavailableError,
     UnknownResourceError,
 )
+from shoal_common.rpc.reach import Obstacle
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_worker.elastic.coordinator_messages import leave_message, parse_generation, parse_ranks
@@ -110,6 +112,7 @@ class CoordinatorLink:
         deadline = time.monotonic() + timeout.total_seconds()
         explain_at = time.monotonic() + _EXPLAIN_AFTER_S
         cause = "check that it runs, and that this machine reaches it there"
+        probe: queue.SimpleQueue[Obstacle | None] | None = None
         while True:
             with self._changed:
                 if self._welcome is not None:
@@ -125,13 +128,29 @@ class CoordinatorLink:
                     )
                 # In slices: SIGTERM marks the member as draining and cannot notify.
                 self._changed.wait(min(_DRAIN_LOOK_S, left_s))
-            if time.monotonic() >= explain_at:
-                explain_at = time.monotonic() + EVERY_S
-                cause = self._explain_absence(left_s) or cause
+            if self._welcome is not None:
+                continue
+            if probe is not None and not probe.empty():
+                cause = self._explain_absence(probe.get(), left_s) or cause
+                probe, explain_at = None, time.monotonic() + EVERY_S
+            elif probe is None and time.monotonic() >= explain_at:
+                probe = self._probe()
 
-    def _explain_absence(self, left_s: float) -> str | None:
+    def _probe(self) -> queue.SimpleQueue[Obstacle | None]:
+        """Returns a queue that receives what prevents a connection. A name lookup may take half a minute, and SIGTERM must not
+        wait for it: the probe runs on a thread of its own."""
+        found: queue.SimpleQueue[Obstacle | None] = queue.SimpleQueue()
+
+        def look() -> None:
+            found.put(self.client.find_obstacle())
+            with self._changed:
+                self._changed.notify_all()
+
+        threading.Thread(target=look, name="shoal-probe", daemon=True).start()
+        return found
+
+    def _explain_absence(self, obstacle: Obstacle | None, left_s: float) -> str | None:
         """Logs why the coordinator does not answer, and returns it. Raises UnavailableError if waiting cannot help."""
-        obstacle = self.client.find_obstacle()
         if obstacle is None:
             return None
         if obstacle.permanent:

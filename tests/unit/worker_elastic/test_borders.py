@@ -7,6 +7,7 @@ import pytest
 from shoal_common.errors import CorruptDataError, PreconditionError, UnavailableError
 from shoal_worker.elastic import transfer
 from shoal_worker.elastic.borders import Departure
+from shoal_worker.elastic.committed_state import HeldState
 from shoal_worker.elastic.loader_interface import Share, StepStatus, StopTraining
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.reconcile import StateName
@@ -65,6 +66,14 @@ def test_a_rank_that_was_told_of_a_stop_takes_one_more_step_with_those_that_were
     assert take_step(rank)  # its control word tells the others
     with pytest.raises(StopTraining, match="enough"):
         rank.steps.begin_step(None)
+
+
+def test_a_stop_before_there_is_a_model_is_obeyed() -> None:
+    held = HeldState(live=True)
+    told: Any = SimpleNamespace(link=SimpleNamespace(finished_steps=0))
+    departure = Departure(told, held)
+    departure.obey(StopTraining("enough"))
+    assert departure.stopped == "enough"
 
 
 def test_a_rank_that_was_not_told_stops_with_the_others(rank: SimpleNamespace) -> None:

@@ -121,7 +121,7 @@ class Departure:
 
     def _leave_if_behind(self) -> None:
         membership, held = self._membership, self._held
-        if membership is None or not held.phase.holds_state or held.engine.asynchronous:
+        if membership is None or not held.phase.holds_state or (held.has_engine and held.engine.asynchronous):
             return
         ended_with = membership.link.finished_steps
         if ended_with > held.steps:

@@ -19,7 +19,8 @@ from shoal_common.settings import Address, parse_address
 
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 """An HTTP/2 client's first bytes (RFC 9113, section 3.4): the preface and an empty SETTINGS frame."""
-_OWN_CERTIFICATE: Final = "it may demand a client certificate, {} (--tls-cert, SHOAL_TLS_CERT)"
+_OF_CERTIFICATES: Final = ("certificate", "unknown ca")
+"""In the names of TLS alerts about a client's certificate. A proxy sends others while its server restarts."""
 _FRAME_HEADER: Final = 9
 _SETTINGS: Final = 4
 
@@ -81,7 +82,7 @@ def _try_plain(connection: socket.socket) -> Obstacle | None:
         return Obstacle(cause=f"the server expects TLS, and none is configured here: {remedy}", permanent=True)
     if not answer:
         return Obstacle(cause=f"the server closed a connection without TLS; if it expects TLS, {remedy}", permanent=False)
-    return Obstacle(cause=f"another program than a gRPC server answers there: {answer[:20]!r}", permanent=False)
+    return Obstacle(cause=f"the program that answers there is not a gRPC server: {answer[:20]!r}", permanent=False)
 
 
 def _try_tls(connection: socket.socket, tls: TlsSettings, name: str) -> Obstacle | None:
@@ -96,13 +97,13 @@ def _try_tls(connection: socket.socket, tls: TlsSettings, name: str) -> Obstacle
     except ssl.SSLEOFError:
         return Obstacle(cause="the server closed the connection during the TLS handshake; it may not use TLS", permanent=False)
     except ssl.SSLError as error:
-        return Obstacle(cause=_refused(error, tls), permanent=True)
+        return _refused(error, tls)
     if _speaks_http2(answer):
         return None
     if not answer:  # gRPC's servers send no alert
-        cause = f"the server closed the connection after the TLS handshake: {_OWN_CERTIFICATE.format(_own(tls))}"
+        cause = f"the server closed the connection after the TLS handshake: {_unwanted_certificate(tls)}"
         return Obstacle(cause=cause, permanent=False)
-    return Obstacle(cause=f"another program than a gRPC server answers there: {answer[:20]!r}", permanent=False)
+    return Obstacle(cause=f"the program that answers there is not a gRPC server: {answer[:20]!r}", permanent=False)
 
 
 def _distrusted(error: ssl.SSLCertVerificationError, tls: TlsSettings, name: str) -> str:
@@ -116,17 +117,21 @@ def _distrusted(error: ssl.SSLCertVerificationError, tls: TlsSettings, name: str
     return f"the server's certificate is not signed by {authority} ({error.verify_message}); check --tls-ca (SHOAL_TLS_CA)"
 
 
-def _refused(error: ssl.SSLError, tls: TlsSettings) -> str:
+def _refused(error: ssl.SSLError, tls: TlsSettings) -> Obstacle:
     reason = (error.reason or str(error)).lower().replace("_", " ")
     if "wrong version number" in reason or "record layer failure" in reason:
-        return "the server does not use TLS; leave out the TLS settings, or start it with a certificate"
+        cause = "the server does not use TLS; leave out the TLS settings, or start it with a certificate"
+        return Obstacle(cause=cause, permanent=True)
     if "alert" in reason:
-        return f"the server ended the TLS handshake ({reason}): {_OWN_CERTIFICATE.format(_own(tls))}"
-    return f"the TLS handshake failed ({reason})"
+        cause = f"the server ended the TLS handshake ({reason}): {_unwanted_certificate(tls)}"
+        return Obstacle(cause=cause, permanent=any(each in reason for each in _OF_CERTIFICATES))
+    return Obstacle(cause=f"the TLS handshake failed ({reason})", permanent=False)
 
 
-def _own(tls: TlsSettings) -> str:
-    return "and none was given" if tls.certificate is None else f"other than {tls.certificate}"
+def _unwanted_certificate(tls: TlsSettings) -> str:
+    if tls.certificate is None:
+        return "it may demand a client certificate, and none was given (--tls-cert, SHOAL_TLS_CERT)"
+    return f"it may not accept the client certificate {tls.certificate} (--tls-cert, SHOAL_TLS_CERT)"
 
 
 def _receive(connection: socket.socket) -> bytes:

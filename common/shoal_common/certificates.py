@@ -106,14 +106,21 @@ def development_files(names: Sequence[str], *, lifetime: timedelta) -> Mapping[s
     }
 
 
-def expiry_warning(path: Path, *, now: datetime) -> str | None:
-    """Returns what to tell an operator of a certificate that has expired or is about to; None: it is good for longer.
-
-    `path`: a PEM file, the service's own certificate first.
-    """
+def expiry_of(certificate: bytes) -> datetime | None:
+    """Returns when a certificate in PEM expires, the first one of a chain. None: only OpenSSL can read it."""
     from cryptography import x509
 
-    ends = x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc
+    try:
+        return x509.load_pem_x509_certificate(certificate).not_valid_after_utc
+    except ValueError:
+        return None
+
+
+def expiry_warning(path: Path, ends: datetime, *, now: datetime) -> str | None:
+    """Returns what to tell an operator of a certificate that has expired or is about to; None: it is good for longer.
+
+    `path`: the file that it was read from. `ends`: when it expires.
+    """
     if ends > now + WARN_BEFORE_EXPIRY:
         return None
     if ends <= now:

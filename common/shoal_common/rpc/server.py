@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any, Final
 
 import grpc
@@ -21,7 +22,7 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
-from shoal_common.certificates import expiry_warning
+from shoal_common.certificates import expiry_of, expiry_warning
 from shoal_common.errors import ConfigurationError
 from shoal_common.rpc.channel import milliseconds
 from shoal_common.rpc.metrics import ServerMetrics
@@ -128,7 +129,7 @@ class RpcServer:
         await server.start()
         self._server = server
         await self.set_serving(True)
-        self._check_expiry()
+        self._watch_expiry()
         logger.info("serving", extra={"service": self._service_name, "port": port})
         return port
 
@@ -148,14 +149,22 @@ class RpcServer:
         await self._health.enter_graceful_shutdown()
         await self._server.stop(self._settings.drain_timeout.total_seconds())
 
-    def _check_expiry(self) -> None:
-        """Logs a warning for a certificate that has expired or soon will, now and once a day."""
+    def _watch_expiry(self) -> None:
+        """Logs a warning while the certificate has expired or soon will, now and once a day.
+
+        The file may be renewed meanwhile: what counts is the certificate that was read at the start.
+        """
         tls = self._settings.tls
         if tls is None or tls.certificate is None:
             return
-        if warning := expiry_warning(tls.certificate, now=datetime.now(UTC)):
+        path, ends = tls.certificate, expiry_of(tls.certificate.read_bytes())
+        if ends is not None:
+            self._check_expiry(path, ends)
+
+    def _check_expiry(self, path: Path, ends: datetime) -> None:
+        if warning := expiry_warning(path, ends, now=datetime.now(UTC)):
             logger.warning("%s", warning)
-        self._expiry_check = asyncio.get_running_loop().call_later(_A_DAY_S, self._check_expiry)
+        self._expiry_check = asyncio.get_running_loop().call_later(_A_DAY_S, self._check_expiry, path, ends)
 
     def _bind(self, server: grpc.aio.Server) -> int:
         settings = self._settings

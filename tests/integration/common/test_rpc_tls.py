@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
 import trustme
+from shoal_common.certificates import expiry_of
 from shoal_common.clients import CoordinatorClient
 from shoal_common.errors import AuthenticationError, ConfigurationError, UnavailableError
 from shoal_common.rpc.channel import ChannelSettings
@@ -119,3 +121,27 @@ def test_a_server_warns_of_a_certificate_that_expires_within_30_days(serve, tmp_
     serve(Answering(), tls=TlsSettings(certificate=certificate, key=key))
     said = [record.getMessage() for record in caplog.records if str(certificate) in record.getMessage()]
     assert [expected in line for line in said] == [True] * (expected is not None)
+
+
+def test_a_server_warns_of_the_certificate_that_it_serves_and_not_of_the_file(serve, tmp_path, caplog, monkeypatch):
+    """The file is renewed, and the service is not restarted."""
+    monkeypatch.setattr("shoal_common.rpc.server._A_DAY_S", 0.05)
+    authority = trustme.CA()
+    certificate, key = tmp_path / "server.pem", tmp_path / "server.key"
+    issued = authority.issue_cert("127.0.0.1", not_after=datetime.now(UTC) + timedelta(days=1))
+    issued.cert_chain_pems[0].write_to_path(certificate)
+    issued.private_key_pem.write_to_path(key)
+    serve(Answering(), tls=TlsSettings(certificate=certificate, key=key))
+    authority.issue_cert("127.0.0.1").cert_chain_pems[0].write_to_path(certificate)
+    renewed_at, deadline = time.time(), time.monotonic() + 30
+
+    def warned_since() -> bool:
+        return any("expires on" in each.getMessage() and each.created > renewed_at + 0.2 for each in caplog.records)
+
+    while not warned_since():
+        assert time.monotonic() < deadline, "no warning of the certificate that is served"
+        time.sleep(0.01)
+
+
+def test_a_certificate_that_only_openssl_can_read_does_not_stop_its_service() -> None:
+    assert expiry_of(b"-----BEGIN TRUSTED CERTIFICATE-----") is None

@@ -19,7 +19,7 @@ from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-_DEADLINE_S = 90.0
+_DEADLINE_S = 200.0
 
 
 class Command:

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 import torch
 from shoal_common.errors import ConfigurationError
 from torch.distributed import distributed_c10d as c10d
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 EXPECTED: Final = "2.11 to 2.13"
 """The versions of torch that have been tried."""
@@ -169,6 +170,13 @@ def stage_backwards() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return stage_backward_input, stage_backward_weight
 
 
-def is_iterating_dataloader() -> bool:
-    """Whether an iteration over a DataLoader of torch is alive. Looks through all objects, in some 50 ms."""
-    return any(issubclass(type(each), _BaseDataLoaderIter) for each in gc.get_objects())
+def iterates_undealt_dataloader(*, longer_than: int) -> bool:
+    """Returns whether an iteration is alive over a DataLoader of torch that has more batches than
+    that and a sampler that knows no ranks. Looks through all objects, in some 50 ms."""
+    for each in gc.get_objects():
+        if issubclass(type(each), _BaseDataLoaderIter):
+            batches = getattr(each, "_index_sampler", None)  # none yet: it is being made
+            plain = type(batches) is BatchSampler and type(batches.sampler) in (RandomSampler, SequentialSampler)
+            if plain and len(batches) > longer_than:
+                return True
+    return False

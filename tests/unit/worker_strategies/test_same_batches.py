@@ -105,3 +105,34 @@ def test_a_loop_that_draws_the_same_batches_without_a_dataloader_is_warned_of(ca
     with caplog.at_level(logging.WARNING):
         shoal.launch(rank, world_size=2)
     assert "all 2 ranks trained on the same batches" in caplog.text
+
+
+def train_on(dataset: TensorDataset, batch_size: int, *, sampled: bool = False) -> None:
+    sampler = DistributedSampler(dataset, shoal.world_size(), shoal.rank()) if sampled else None
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1)
+    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.01))
+    loader = DataLoader(dataset, batch_size=batch_size, sampler=sampler, shuffle=None if sampled else True)
+    for _ in range(4):
+        for (x,) in loader:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch_size", "sampled", "warned"),
+    [
+        pytest.param(ROWS[:8], 8, False, True, id="one batch, shuffled"),
+        pytest.param(ROWS[:8], 4, False, True, id="two batches"),
+        pytest.param(ROWS[:12], 4, False, True, id="all of three batches"),
+        pytest.param(torch.ones(64, 4), 4, False, False, id="constant data"),
+        pytest.param(torch.ones(20, 4), 4, True, True, id="constant data, a short last batch, sampled by rank"),
+    ],
+)
+def test_tiny_and_constant_data_is_trained_on(
+    rows: torch.Tensor, batch_size: int, sampled: bool, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        shoal.launch(lambda: train_on(TensorDataset(rows), batch_size, sampled=sampled), world_size=2)
+    assert ("same batches" in caplog.text) is warned

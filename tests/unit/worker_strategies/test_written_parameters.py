@@ -119,3 +119,67 @@ def test_what_depends_on_a_ranks_own_samples_is_refused(strategy: str, how: str,
 def test_where_ranks_hold_parts_of_parameters_writes_are_refused(strategy: str, how: str, world_size: int) -> None:
     with pytest.raises(shoal.ShoalError, match=r"0\.key\.weight"):
         shoal.launch(train, momentum, how, strategy, world_size=world_size)
+
+
+class WritesWithoutEffect(nn.Module):
+    """Writes where a rank's own samples say so, and never another value than was there."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(2, dtype=torch.bool))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            if not self.seen.all():
+                self.seen.fill_(True)
+            if shoal.rank() == 0:
+                self.seen[0] = True
+        output: torch.Tensor = self.linear(x)
+        return output
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+def test_ranks_may_differ_in_what_they_write_without_effect(strategy: str) -> None:
+    def rank() -> int:
+        net = WritesWithoutEffect()
+        model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.01), strategy=strategy)
+        loader = shoal.ElasticDataLoader(TensorDataset(X), global_batch_size=8)
+        for _ in loader.epochs(1):
+            for (x,) in loader:
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return loader.global_step
+
+    assert shoal.launch(rank, world_size=2) == [6, 6]
+
+
+@pytest.mark.parametrize("begun", ["a forward pass", "a loop that was left"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_what_a_script_sets_behind_a_step_that_nobody_finishes_stays(strategy: str, begun: str) -> None:
+    def rank() -> tuple[torch.Tensor, float]:
+        net = Momentum()
+        net.how, net.rate = "in place", 1.0
+        model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.query.parameters(), 0.0), strategy=strategy)
+        loader = shoal.ElasticDataLoader(TensorDataset(X), global_batch_size=8)
+        for _ in loader.epochs(2):
+            if begun == "a forward pass" and loader.global_step == 0:
+                model(X[:2])
+            else:
+                for _ in loader:
+                    break
+            net.rate = 0.5
+            net.load_state_dict({name: torch.full_like(value, 7.0) for name, value in net.state_dict().items()})
+            for (x,) in loader:
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            break
+        return model.full_state_dict()["query.weight"], net.rate
+
+    for values, rate in shoal.launch(rank, world_size=2):
+        assert torch.equal(values, torch.full_like(values, 7.0))
+        assert rate == 0.5

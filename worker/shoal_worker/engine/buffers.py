@@ -26,6 +26,7 @@ from shoal_common.errors import ConfigurationError
 from torch import nn
 
 from shoal_worker.engine.module_state import ModuleState
+from shoal_worker.engine.pass_writes import same
 from shoal_worker.state.digest import digest_of
 
 _ROWS: Final = 5
@@ -209,8 +210,15 @@ class CommittedBuffers:
         int64, complex ones, and floating-point ones with elements that were infinite as committed."""
         now = _sight(self._exact)
         pairs = zip(self._exact, self._marks, now, strict=True)
-        changed = {path for (path, _, _), then, here in pairs if then[0] is not here[0] or then[1] != here[1]}
+        touched = [place for place, then, here in pairs if then[0] is not here[0] or then[1] != here[1]]
+        changed = {path for path, owner, name in touched if self._is_other(owner, name)}
         return sorted(changed | {path for path, _, _ in self._infinite})
+
+    def _is_other(self, owner: nn.Module, name: str) -> bool:
+        """A buffer does not hold what was committed. Ranks may differ in what they write anew."""
+        buffer = owner._buffers.get(name)
+        committed = self._committed[self._places.index((owner, name))]
+        return buffer is None or not same(buffer, committed)
 
     def exact_digest(self) -> int:
         """Returns a digest of what the passes made of those; 0: nothing has changed."""

@@ -48,6 +48,8 @@ class WrittenParameters:
         """Those that are known to be written."""
         self._written: list[int] = []
         """Those that this step wrote, once that was asked for."""
+        self._updating = False
+        """An optimizer changes parameters within the step: what passes wrote is in `_written`."""
         self._first = compared
         self._within: int | None = None
         """Digest of what the first micro-batch of the step wrote."""
@@ -68,6 +70,7 @@ class WrittenParameters:
         """A step begins."""
         named, wanted = self._named, self._watched
         self._within, self._digests, self._written = None, [], []
+        self._updating = False
         if self._first:
             if sum(parameter.nbytes for _, parameter in named) <= _SMALL:
                 wanted = set(range(len(named)))
@@ -88,18 +91,24 @@ class WrittenParameters:
             return [(parameter._version, 0) for _, parameter in self._named]
 
     def _changed(self) -> list[int]:
-        """Which were written."""
+        """Returns the indices of those that were written; where the values before are known, only
+        those that hold others now: ranks may differ in what they write without effect."""
+        if self._updating:
+            return self._written
         if not self._seen:
             return []
         now = self._sight()
         if not self._copies and not self._digests and now == self._seen:
             return []
         changed = {index for index, (before, after) in enumerate(zip(self._seen, now, strict=True)) if before != after}
-        for index, value in self._copies.items():
-            if index not in changed and not same(self._named[index][1].detach(), value):
-                changed.add(index)
-        if self._digests:
-            changed |= {index for index, (_, parameter) in enumerate(self._named) if digest_of([parameter]) != self._digests[index]}
+        for index, (_, parameter) in enumerate(self._named):
+            if index in self._copies:
+                written = not same(parameter.detach(), self._copies[index])
+            elif self._digests:
+                written = digest_of([parameter]) != self._digests[index]
+            else:
+                continue
+            (changed.add if written else changed.discard)(index)
         return sorted(changed)
 
     def names(self) -> list[str]:
@@ -129,7 +138,7 @@ class WrittenParameters:
 
     def apart(self, names: list[str]) -> ConfigurationError:
         """The error for parameters that were not written alike. `names`: of those that this rank wrote."""
-        what = f"parameters {names[:3]} were written" if names else "another rank wrote a parameter"
+        what = f"parameters {names[:3]} were written" if names else "another rank wrote a parameter or a buffer"
         return ConfigurationError(
             f"{what} in the passes of a step (by forward(), say), and not to the same values for all ranks and micro-batches, but by each "
             "one's own samples: the replicas would drift apart. Compute it from the whole batch (shoal.whole_batch(x)), do it once "
@@ -142,12 +151,16 @@ class WrittenParameters:
         if names := self.names():
             raise written_in_vain(names[0], self._strategy)
 
+    def update_begins(self) -> None:
+        """An optimizer steps before it is known whether the step counts. Called after `digest`."""
+        self._updating = True
+
     @torch.no_grad()
     def put_back(self) -> None:
         """Makes them again what they were when the step began. Raises PreconditionError: that is not known."""
         changed, self._first = self._changed(), False
         self._write_back(changed)
-        self._seen = []
+        self._seen, self._updating = [], False
 
     def _write_back(self, changed: list[int]) -> None:
         lacking = [self._named[index][0] for index in changed if index not in self._copies]
@@ -169,6 +182,7 @@ class WrittenParameters:
     def forget(self) -> None:
         """What parameters are now is what a step begins from."""
         self._first, self._digests, self._seen = False, [], []
+        self._updating = False
 
 
 def written_in_vain(name: str, strategy: str) -> ConfigurationError:

@@ -43,6 +43,7 @@ from shoal_worker.engine.parameters import (
 from shoal_worker.engine.pass_writes import ModuleAttributes, WrittenParameters, joined
 from shoal_worker.engine.passes import Loss, call_module, check_reproducible, loss_of
 from shoal_worker.engine.synchronized_norms import synchronize_norms
+from shoal_worker.engine.tentative_update import TentativeUpdate
 from shoal_worker.replicated.buckets import AccumulatedReduction
 from shoal_worker.replicated.reduction import OverlappedReduction
 from shoal_worker.replicated.step_tables import StepTables
@@ -261,6 +262,11 @@ class ReplicatedEngine(Engine):
             self._writes.begin()
             self._attributes.begin()
 
+    def apply_tentatively(self, apply: Callable[[], None]) -> TentativeUpdate:
+        """See `Engine`."""
+        self._writes.update_begins()
+        return super().apply_tentatively(apply)
+
     def writes_apart(self) -> ShoalError:
         """See `TrainingEngine`."""
         names = self._writes.names()
@@ -375,7 +381,11 @@ class ReplicatedEngine(Engine):
             if reduction is not None:
                 reduction.discard()
         self._step_buffers.put_back()
-        self._undo_writes()
+        if step is None or step.lost is not None:
+            self._undo_writes()
+        else:  # nobody meant the step, and what the script has written since is its own
+            self._writes.forget()
+            self._attributes.forget()
         if self._compression is not None:
             self._compression.void()
         if self._tables is not None:

@@ -211,6 +211,11 @@ class ShardedEngine(ShardedPasses):
         self._writes.forget()
         self._attributes.forget()
 
+    def apply_tentatively(self, apply: Callable[[], None]) -> TentativeUpdate:
+        """See `Engine`."""
+        self._writes.update_begins()
+        return super().apply_tentatively(apply)
+
     def writes_apart(self) -> ShoalError:
         """See `TrainingEngine`."""
         names = self._writes.names()
@@ -392,6 +397,12 @@ class ShardedEngine(ShardedPasses):
         self._watch_units(False)
         self._execution.forget()
         self._step_buffers.put_back()
+        step = self._session.step
+        if step is not None and step.lost is None:
+            # Nobody meant the step, and what the script has written since is its own.
+            self._writes.forget()
+            self._attributes.forget()
+            return
         if self._carries_writes:
             self._writes.put_back()
         self._attributes.put_back()

@@ -251,7 +251,8 @@ class CommittedBuffers:
         what = f"buffers {names[:3]} were changed" if names else "another rank changed a buffer"
         return ConfigurationError(
             f"{what} in a step, and not to the same values on all ranks and in all micro-batches; what each made of its own samples has no "
-            "mean and no sum: bool, integers of another width than int64, complex numbers, and what begins at infinity. Compute it from "
+            "mean and no sum: bool, integers of another width than int64, complex numbers, and what begins at infinity (observers of "
+            "quantization-aware training do: pass a batch through the model before as_distributed, and it is finite). Compute it from "
             "the whole batch (shoal.whole_batch(x)), count in int64, whose changes are summed, keep averages in floating point, or keep "
             "it out of the state (persistent=False)",
             reason="BUFFERS_DIFFER",

@@ -68,5 +68,5 @@ BENCHMARKS: Final = (
     Benchmark(key="t14", title="From the command to the first step", module="benchmarks.launch_time"),
     Benchmark(key="t16", title="Outer steps: bytes moved, and the loss after the same samples", module="benchmarks.outer_steps"),
     Benchmark(key="t18", title="Plans against runs: memory and bytes on the wire", module="benchmarks.planned"),
-    Benchmark(key="t19", title="SIGKILL of 1 worker to a step at full strength", module="benchmarks.replacement"),
+    Benchmark(key="t20", title="SIGKILL of 1 worker to a step at full strength", module="benchmarks.replacement"),
 )

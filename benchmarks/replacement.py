@@ -1,4 +1,4 @@
-"""T19: from SIGKILL of one worker until all ranks, its replacement among them, have committed a step together.
+"""T20: from SIGKILL of one worker until all ranks, its replacement among them, have committed a step together.
 
 One run gives many samples, as in T1 (`kill_recovery`), whose recovery ends earlier: when the survivors step again.
 """
@@ -66,10 +66,10 @@ def measure(options: Options) -> Table:
     kills = 2 if options.quick else 10
     measured = [(candidate, _row(candidate, kills)) for candidate in CANDIDATES]
     rows = [row for _, row in measured]
-    plots.samples(options.output / "t19.png", rows, sample="pause_s", label="kill to a step at full strength, s")
+    plots.samples(options.output / "t20.png", rows, sample="pause_s", label="kill to a step at full strength, s")
     judged = [f"{row.name} {_judged(row.samples['pause_s'])}" for candidate, row in measured if candidate.has_target]
     return Table(
-        key="t19",
+        key="t20",
         title="SIGKILL of 1 worker to a step at full strength",
         target=f"p50 <= {TARGET_S:g} s with a warm process",
         method=(

@@ -65,6 +65,7 @@ try:
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     _ = c10d._world  # all process groups of this process
+    _ = torch.cuda._is_in_bad_fork
     _NATIVE_NAMES = {
         name: name if hasattr(c10d.ProcessGroup, name) else earlier
         for name, earlier in {
@@ -111,6 +112,7 @@ __all__ = [
     "after_backward",
     "c10d",
     "compute_local_shape_and_global_offset",
+    "cuda_is_unusable",
     "function_modes",
     "get_debug_level",
     "in_backward",
@@ -134,6 +136,11 @@ if VERSION < (2, 12):
 
 # torch.compile runs Shoal's own code as it is, and compiles what that calls: the user's modules, each between its hooks.
 trace_rules.add("shoal_worker")
+
+
+def cuda_is_unusable() -> bool:
+    """Returns whether torch refuses to use CUDA in this process because a process it was forked from had called the CUDA runtime."""
+    return torch.cuda._is_in_bad_fork()
 
 
 def native_collective(group: c10d.ProcessGroup, name: str) -> Callable[..., Work]:

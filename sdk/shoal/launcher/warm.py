@@ -24,7 +24,7 @@ from typing import IO, Final
 
 from shoal import warm
 from shoal.launcher.environment import is_own_of_worker
-from shoal.launcher.process import Child
+from shoal.launcher.process import Child, ExitStatus, wait_all
 from shoal.launcher.warm_commands import folder_of, judge
 from shoal.warm.messages import receive, send
 
@@ -33,6 +33,8 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 _PR_GET_CHILD_SUBREAPER: Final = 37
 _IMPORT_TIMEOUT: Final = timedelta(seconds=180)
 _FORK_TIMEOUT: Final = timedelta(seconds=20)
+_EXIT_TIMEOUT: Final = timedelta(seconds=10)
+_MOST_LAST_WORDS: Final = 4096
 _SHORT_LIFE_S: Final = 5.0
 _MOST_SHORT_LIVES: Final = 3
 """A warm process that dies so often soon after it was ready is not started again."""
@@ -187,22 +189,34 @@ class _WarmProcess:
                 pass_fds=(theirs.fileno(),),
             )
         self._connection.settimeout(_FORK_TIMEOUT.total_seconds())
+        self._printed = b""
+        """The last of its output, which is read while it imports: a full pipe would stop it."""
 
     async def problem(self) -> str:
         """Waits until it can fork, then returns an empty string; else returns why it cannot."""
         loop = asyncio.get_running_loop()
         said = asyncio.Event()
         loop.add_reader(self._connection, said.set)
+        for stream in self._outputs:
+            os.set_blocking(stream.fileno(), False)
+            loop.add_reader(stream, self._read_output, stream)
         try:
             await said.wait()
         finally:
-            loop.remove_reader(self._connection)
+            for readable in (self._connection, *self._outputs):
+                loop.remove_reader(readable)
         try:
             message, _ = receive(self._connection)
         except (EOFError, OSError):
-            status = await self.child.wait()
-            return f"the warm process ended with {status}{self._last_words()}"
-        return f"{message['failed']}{self._last_words()}" if "failed" in message else ""
+            problem = f"the warm process ended with {await self._end()}"
+        else:
+            problem = message.get("failed", "")
+        for stream in self._outputs:
+            self._read_output(stream)
+        if self._printed and not problem:
+            problem = "importing torch and Shoal printed something, which each worker has to print"
+        lines = self._printed.decode(errors="replace").strip().splitlines()
+        return f"{problem} ({lines[-1]})" if problem and lines else problem
 
     def fork(self, command: Sequence[str], environment: Mapping[str, str], log: IO[bytes] | None = None) -> Child:
         """Forks a worker whose output goes into `log`, else through pipes. Raises WarmProcessError, after which there is none, and OSError
@@ -232,24 +246,33 @@ class _WarmProcess:
             return child
 
     def close(self) -> None:
-        """Ends it; blocks until it is gone, which is soon."""
+        """Kills it; blocks until it is gone, for 10 s at most: a process stuck in the kernel is left behind."""
         self._connection.close()
         self.child.kill()
-        self.child.reap()
-        for stream in (self.child.stdout, self.child.stderr):
-            assert stream is not None
+        wait_all([self.child], _EXIT_TIMEOUT)
+        for stream in self._outputs:
             stream.close()
 
-    def _last_words(self) -> str:
-        assert self.child.stderr is not None
+    async def _end(self) -> ExitStatus:
+        """Returns the status of a process that has closed its socket. Kills it if it runs on."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_EXIT_TIMEOUT.total_seconds()):
+                return await self.child.wait()
+        self.child.kill()
+        return await self.child.wait()
+
+    @property
+    def _outputs(self) -> tuple[IO[bytes], IO[bytes]]:
         assert self.child.stdout is not None
-        said = b""
-        for stream in (self.child.stderr, self.child.stdout):
-            os.set_blocking(stream.fileno(), False)
-            with contextlib.suppress(BlockingIOError):
-                said = said or os.read(stream.fileno(), 1 << 16)
-        lines = said.decode(errors="replace").strip().splitlines()
-        return f" ({lines[-1]})" if lines else ""
+        assert self.child.stderr is not None
+        return self.child.stdout, self.child.stderr
+
+    def _read_output(self, stream: IO[bytes]) -> None:
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(stream.fileno(), 1 << 16)
+            self._printed = (self._printed + data)[-_MOST_LAST_WORDS:]
+            if not data:
+                asyncio.get_running_loop().remove_reader(stream)
 
 
 def _pipe(reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:

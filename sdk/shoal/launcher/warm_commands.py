@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+import warnings
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,10 +26,12 @@ _FOLLOWED: Final = (
 )
 """Variables by which tools follow a program from its first instruction on."""
 _READ_BY_IMPORTS: Final = (
-    *("CUBLAS_", "GOMP_", "GRPC_", "KMP_", "LD_", "MALLOC_", "MKL_", "NUMEXPR_", "OMP_", "OPENBLAS_"),
-    *("PYTHON", "PYTORCH_", "TORCH", "TRITON_"),
+    *("AOT", "ATEN_", "CUBLAS_", "DNNL_", "GOMP_", "GRPC_", "INDUCTOR_", "KINETO_", "KMP_", "LD_"),
+    *("MALLOC_", "MKL_", "NPY_", "NUMEXPR_", "NUMPY_", "OMP_", "ONEDNN_", "OPENBLAS_", "OTEL_PYTHON_"),
+    *("PARTITIONER_", "PROMETHEUS_", "PROTOCOL_BUFFERS_", "PYDANTIC_", "PYTHON", "PYTORCH_"),
+    *("SYMPY_", "TMPDIR", "TORCH", "TRITON_", "prometheus_"),
 )
-"""How the names begin of variables that torch, and what it brings, read when they are imported."""
+"""Prefixes of environment variables that torch, Shoal and their dependencies read on import."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +50,16 @@ def judge(command: Sequence[str], environment: Mapping[str, str]) -> Verdict:
     if followed := next((name for name in _FOLLOWED if environment.get(name)), None):
         return Verdict(warm=False, reason=f"{followed} is set")
     source = _module_file(command[3]) if command[2] == "-m" else Path(command[2])
+    if source is None:
+        return Verdict(warm=True)
+    if not source.is_file():  # opening a pipe would wait for its writer, and take what is read from the worker
+        return Verdict(warm=False)
     if command[2] != "-m" and (command[2].endswith(".pyc") or zipfile.is_zipfile(command[2])):
         return Verdict(warm=False)
     try:
-        tree = ast.parse(source.read_bytes()) if source is not None else None
-    except (OSError, SyntaxError, ValueError):  # the interpreter will say so better
-        return Verdict(warm=False)
-    if tree is None:
-        return Verdict(warm=True)
+        tree = _parse(source)
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return Verdict(warm=False)  # the interpreter reports it better, or can read what the parser cannot
     if all(name in _NO_TORCH for name in _imports(tree)):
         return Verdict(warm=False)  # importing torch is what would take the time
     if setting := next((name for name in _settings(tree) if name.startswith(_READ_BY_IMPORTS)), None):
@@ -83,6 +88,12 @@ def _module_file(name: str) -> Path | None:
     return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
 
 
+def _parse(source: Path) -> ast.AST:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the worker will emit those about the script's syntax
+        return ast.parse(source.read_bytes())
+
+
 def _imports(tree: ast.AST) -> Iterator[str]:
     """Top-level names of imported modules; a relative import's is empty."""
     for node in ast.walk(tree):
@@ -99,6 +110,8 @@ def _settings(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and _name(node.value) == "environ":
             yield from _texts(node.slice)
+        elif isinstance(node, ast.AugAssign) and _name(node.target) == "environ" and isinstance(node.value, ast.Dict):
+            yield from _texts(*node.value.keys)
         elif isinstance(node, ast.Call) and _name(node.func) in ("setdefault", "update", "putenv"):
             for argument in node.args[:1]:
                 yield from _texts(*argument.keys) if isinstance(argument, ast.Dict) else _texts(argument)

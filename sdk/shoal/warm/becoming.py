@@ -29,13 +29,23 @@ _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_MM: Final = 35
 _PR_SET_MM_MAP: Final = 14
 _HANDED_OVER_S: Final = 30.0
-"""How long the kernel may take to make the worker the launcher's child."""
+"""How long the process in between may take to end."""
 
 
 class Program:
     """What one forked worker runs."""
 
-    def __init__(self, request: Mapping[str, Any], *, out: int, error: int, gate: int, launcher: int, added: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        request: Mapping[str, Any],
+        *,
+        out: int,
+        error: int,
+        gate: int,
+        between: int,
+        launcher: int,
+        added: Mapping[str, str],
+    ) -> None:
         """Makes this process a worker; it ends if the launcher does not want it.
 
         Args:
@@ -43,12 +53,13 @@ class Program:
             out: standard output.
             error: standard error.
             gate: the launcher writes there when it knows the worker, and closes it when it does not want one.
+            between: process id of the parent, which is about to end.
             launcher: process id of the parent to be.
             added: environment variables that imports have set.
         """
         command: list[str] = request["command"]
         os.setsid()
-        _follow_launcher(launcher)
+        _follow_launcher(launcher, between=between)
         os.dup2(out, 1)
         os.dup2(error, 2)
         os.close(out)
@@ -125,10 +136,11 @@ class Program:
         return excepthook
 
 
-def _follow_launcher(launcher: int) -> None:
-    """Waits until the launcher is the parent, and then ends with it. The process in between has ended already, or is about to."""
+def _follow_launcher(launcher: int, *, between: int) -> None:
+    """Waits for the end of the parent, `between`, then ties this process to the launcher. Ends it if another process has become the
+    parent: the launcher has ended, or has given the worker up."""
     deadline = time.monotonic() + _HANDED_OVER_S
-    while os.getppid() != launcher:
+    while os.getppid() == between:
         if time.monotonic() > deadline:
             os._exit(1)
         time.sleep(0.0002)

@@ -10,14 +10,12 @@ refuses to fork unless it is sure that it has no threads, no device and no trace
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import importlib
 import os
 import socket
 import struct
 import sys
-import termios
 import threading
 import warnings
 from collections.abc import Iterable
@@ -39,6 +37,8 @@ _IMPORTED: Final = (
     "shoal_worker.strategies.registry",
     "shoal_ps_server.serving",
 )
+_DEVICELESS: Final = 3
+"""Exit status of a forked process in which torch refuses to use CUDA."""
 _DEVICES: Final = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 
 
@@ -65,11 +65,11 @@ def serve(descriptor: int, *, launcher: int) -> Program:
         if problem:
             answer: dict[str, Any] = {"refused": problem}
         else:
-            pid = _fork_twice()
+            pid, between = _fork_twice()
             if pid == 0:
                 connection.close()
                 out, error, gate = descriptors
-                return Program(request, out=out, error=error, gate=gate, launcher=launcher, added=added)
+                return Program(request, out=out, error=error, gate=gate, between=between, launcher=launcher, added=added)
             answer = {"pid": pid} if pid > 0 else {"refused": "the operating system did not fork it"}
         for received in descriptors:
             os.close(received)
@@ -88,13 +88,16 @@ def _prepare() -> str:
     gc.freeze()  # else workers look through all of it, and copy it on the way
     sys.stdout.flush()
     sys.stderr.flush()
-    if any(_unread(stream) for stream in (1, 2)):
-        return "importing torch and Shoal printed something, which each worker has to print"
+    from shoal_worker.torch_internals import cuda_is_unusable
+
     # OpenBLAS ends its threads in a process that forks, and starts them when they are needed next.
     probe = os.fork()
     if probe == 0:
-        os._exit(0 if show_as(["probe"], {"PROBE": "1"}) else 1)
-    if os.waitpid(probe, 0)[1] != 0:
+        os._exit(_DEVICELESS if cuda_is_unusable() else 0 if show_as(["probe"], {"PROBE": "1"}) else 1)
+    status = os.waitstatus_to_exitcode(os.waitpid(probe, 0)[1])
+    if status == _DEVICELESS:
+        return "importing torch and Shoal has called the CUDA runtime, which forked processes cannot use then"
+    if status != 0:
         return "the kernel cannot show a forked process under its own command line (CONFIG_CHECKPOINT_RESTORE)"
     return _why_unsafe()
 
@@ -122,12 +125,6 @@ def _open_files() -> Iterable[str]:
             continue
 
 
-def _unread(stream: int) -> int:
-    """Bytes in a pipe that nobody has read."""
-    count: int = struct.unpack("i", fcntl.ioctl(stream, termios.FIONREAD, b"\0" * 4))[0]
-    return count
-
-
 def _shadowed(folder: str, tops: frozenset[str]) -> str:
     """Whether a file in the folder that comes first in a worker's sys.path would have been imported in place of a module that is imported
     already. `tops`: names of those modules, without what follows a dot."""
@@ -151,13 +148,17 @@ def _files_of(entry: os.DirEntry[str]) -> set[Path]:
     return {path, *(path / f"__init__{end}" for end in all_suffixes())}
 
 
-def _fork_twice() -> int:
-    """Returns the process id of the child of a child that has ended; 0 in that process itself; -1: it could not be forked."""
+def _fork_twice() -> tuple[int, int]:
+    """Forks a child that forks a grandchild and ends.
+
+    Returns the process ids of the grandchild and of the child. The first is 0 in the grandchild itself, and -1 if it could not be forked.
+    """
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks with threads; there are none
         between = _fork()
         if between == 0:
+            parent = os.getpid()
             worker = _fork()
             if worker != 0:
                 os.write(writing, struct.pack("i", worker))
@@ -165,12 +166,12 @@ def _fork_twice() -> int:
     os.close(writing)
     if between == 0:
         os.close(reading)
-        return 0
+        return 0, parent
     data = os.read(reading, 4)  # empty when the process in between could not write
     os.close(reading)
     if between > 0:
         os.waitpid(between, 0)
-    return int(struct.unpack("i", data)[0]) if len(data) == 4 else -1
+    return (int(struct.unpack("i", data)[0]) if len(data) == 4 else -1), between
 
 
 def _fork() -> int:

@@ -8,8 +8,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -176,6 +178,72 @@ def test_another_environment_makes_workers_start_fresh(both: Both) -> None:
     script = both.script("import sys\nprint(sys.flags.hash_randomization)")
     assert ended(both.start(script, PYTHONHASHSEED="0"))[:2] == (ExitStatus(0), "0\n")
     assert "PYTHONHASHSEED" in both.notes.pop()
+
+
+@pytest.mark.parametrize(
+    ("startup", "reason"),
+    [
+        ("import sys; sys.stderr.write('noise\\n' * 100_000)", "importing torch and Shoal printed something, .* \\(noise\\)$"),
+        ("import torch; torch.cuda._is_in_bad_fork = lambda: True", "has called the CUDA runtime, which forked processes cannot use"),
+        ("import threading, time; threading.Thread(target=time.sleep, args=(300,), daemon=True).start()", "has 2 threads$"),
+        ("import sys; 'warm' in sys.orig_argv[2] and __import__('os')._exit(7)", "the warm process ended with exit code 7$"),
+    ],
+    ids=["noise", "CUDA", "threads", "death"],
+)
+def test_what_an_environment_adds_to_interpreters_makes_workers_start_fresh(both: Both, tmp_path: Path, startup: str, reason: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text(startup)
+    environment = {**both.environment, "PYTHONPATH": str(tmp_path)}
+    notes: list[str] = []
+
+    async def settle() -> None:
+        warm = WarmWorkers([sys.executable, "-u", str(SEES)], environment, wanted=True, note=notes.append)
+        warm.begin()
+        try:
+            async with asyncio.timeout(DEADLINE.total_seconds()):
+                await warm.settled()
+            assert not warm.is_ready
+        finally:
+            await warm.close()
+
+    both.runner.run(settle())
+    assert re.search(reason, "\n".join(notes), re.MULTILINE), notes
+
+
+def test_workers_start_fresh_when_the_warm_process_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.launcher.warm._FORK_TIMEOUT", timedelta(seconds=2))
+    monkeypatch.chdir(tmp_path)
+    others = set(psutil.Process().children())
+    both = Both(tmp_path)
+    try:
+        script = both.script("print('ran')")
+        (stopped,) = set(psutil.Process().children()) - others
+        stopped.send_signal(signal.SIGSTOP)
+        assert ended(both.start(script)) == (ExitStatus(0), "ran\n", "")
+        assert "the warm process did not answer: TimeoutError" in both.notes[0]
+    finally:
+        both.close()
+    assert not stopped.is_running()
+
+
+def test_a_worker_ends_at_once_if_its_launcher_dies_before_adopting_it() -> None:
+    script = """
+        import os, select
+
+        from shoal.warm.becoming import _follow_launcher
+        launcher = os.getpid()  # no subreaper: the worker goes to init
+        reading, writing = os.pipe()
+        if os.fork() == 0:
+            between = os.getpid()
+            if os.fork() == 0:
+                _follow_launcher(launcher, between=between)
+            os._exit(0)
+        os.close(writing)
+        print(select.select([reading], [], [], 15)[0] == [reading])
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=DEADLINE.total_seconds(), check=True
+    )
+    assert done.stdout == "True\n", "it waited for a launcher that is gone"
 
 
 RUNS = "import os, time, torch\nprint('pid', os.getpid(), flush=True)\nwhile True: time.sleep(0.01)"

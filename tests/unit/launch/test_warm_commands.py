@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import zipfile
 from pathlib import Path
@@ -46,12 +47,32 @@ def test_a_script_is_forked_if_it_may_import_torch(script: Path, text: str, verd
         "os.environ.update({'A': '1', 'OMP_NUM_THREADS': '3'})",
         "os.environ.update(OMP_NUM_THREADS='3')",
         "os.putenv('OMP_NUM_THREADS', '3')",
+        "os.environ |= {'A': '1', 'OMP_NUM_THREADS': '3'}",
     ],
 )
 def test_a_script_that_sets_what_torch_reads_when_imported_starts_fresh(script: Path, line: str) -> None:
     verdict = judged(script, f"import os, torch\nfrom os import environ\nif True:\n    {line}")
     assert not verdict.warm
     assert "sets OMP_NUM_THREADS" in verdict.reason
+
+
+@pytest.mark.parametrize("name", ["TMPDIR", "PROMETHEUS_MULTIPROC_DIR", "ATEN_CPU_CAPABILITY", "NPY_PROMOTION_STATE", "SYMPY_DEBUG"])
+def test_variables_that_dependencies_of_torch_and_shoal_read_on_import_count(script: Path, name: str) -> None:
+    assert f"sets {name}" in judged(script, f"import os\nos.environ['{name}'] = 'x'\nimport torch").reason
+
+
+@pytest.mark.filterwarnings("error")
+def test_warnings_about_a_scripts_syntax_are_left_to_its_workers(script: Path) -> None:
+    assert judged(script, "import torch\ntext = '\\d'") == WARM
+
+
+def test_a_script_that_the_parser_cannot_represent_starts_fresh(script: Path) -> None:
+    assert judged(script, "import torch\nx = " + "-" * 200_000 + "1") == FRESH
+
+
+def test_a_pipe_is_left_to_the_worker_to_read(script: Path) -> None:
+    os.mkfifo(script)
+    assert judge((sys.executable, "-u", str(script)), {}) == FRESH
 
 
 def test_a_script_may_set_what_is_read_later_and_read_anything(script: Path) -> None:

@@ -65,7 +65,7 @@ try:
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     _ = c10d._world  # all process groups of this process
-    _ = torch.cuda._is_in_bad_fork
+    _is_in_bad_fork = torch.cuda._is_in_bad_fork
     _NATIVE_NAMES = {
         name: name if hasattr(c10d.ProcessGroup, name) else earlier
         for name, earlier in {
@@ -139,8 +139,8 @@ trace_rules.add("shoal_worker")
 
 
 def cuda_is_unusable() -> bool:
-    """Returns whether torch refuses to use CUDA in this process because a process it was forked from had called the CUDA runtime."""
-    return torch.cuda._is_in_bad_fork()
+    """Returns whether torch refuses CUDA here: the parent had called its runtime before forking."""
+    return bool(_is_in_bad_fork())
 
 
 def native_collective(group: c10d.ProcessGroup, name: str) -> Callable[..., Work]:

@@ -246,7 +246,7 @@ class _WarmProcess:
             return child
 
     def close(self) -> None:
-        """Kills it; blocks until it is gone, for 10 s at most: a process stuck in the kernel is left behind."""
+        """Kills it and blocks until it is gone, for at most 10 s: one stuck in the kernel stays."""
         self._connection.close()
         self.child.kill()
         wait_all([self.child], _EXIT_TIMEOUT)

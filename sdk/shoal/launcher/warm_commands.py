@@ -52,14 +52,14 @@ def judge(command: Sequence[str], environment: Mapping[str, str]) -> Verdict:
     source = _module_file(command[3]) if command[2] == "-m" else Path(command[2])
     if source is None:
         return Verdict(warm=True)
-    if not source.is_file():  # opening a pipe would wait for its writer, and take what is read from the worker
+    if not source.is_file():  # reading a pipe here would leave nothing for the worker
         return Verdict(warm=False)
     if command[2] != "-m" and (command[2].endswith(".pyc") or zipfile.is_zipfile(command[2])):
         return Verdict(warm=False)
     try:
         tree = _parse(source)
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return Verdict(warm=False)  # the interpreter reports it better, or can read what the parser cannot
+        return Verdict(warm=False)  # the interpreter reports it better, or can compile it
     if all(name in _NO_TORCH for name in _imports(tree)):
         return Verdict(warm=False)  # importing torch is what would take the time
     if setting := next((name for name in _settings(tree) if name.startswith(_READ_BY_IMPORTS)), None):
@@ -110,8 +110,8 @@ def _settings(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and _name(node.value) == "environ":
             yield from _texts(node.slice)
-        elif isinstance(node, ast.AugAssign) and _name(node.target) == "environ" and isinstance(node.value, ast.Dict):
-            yield from _texts(*node.value.keys)
+        elif isinstance(node, ast.AugAssign) and _name(node.target) == "environ":
+            yield from _texts(*node.value.keys) if isinstance(node.value, ast.Dict) else ()
         elif isinstance(node, ast.Call) and _name(node.func) in ("setdefault", "update", "putenv"):
             for argument in node.args[:1]:
                 yield from _texts(*argument.keys) if isinstance(argument, ast.Dict) else _texts(argument)

@@ -137,8 +137,10 @@ class Program:
 
 
 def _follow_launcher(launcher: int, *, between: int) -> None:
-    """Waits for the end of the parent, `between`, then ties this process to the launcher. Ends it if another process has become the
-    parent: the launcher has ended, or has given the worker up."""
+    """Waits until the parent, `between`, has ended, then ties this process to the launcher.
+
+    Exits if another process has become the parent: the launcher has ended, or has given up.
+    """
     deadline = time.monotonic() + _HANDED_OVER_S
     while os.getppid() == between:
         if time.monotonic() > deadline:

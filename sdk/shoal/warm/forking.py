@@ -69,7 +69,15 @@ def serve(descriptor: int, *, launcher: int) -> Program:
             if pid == 0:
                 connection.close()
                 out, error, gate = descriptors
-                return Program(request, out=out, error=error, gate=gate, between=between, launcher=launcher, added=added)
+                return Program(
+                    request,
+                    out=out,
+                    error=error,
+                    gate=gate,
+                    between=between,
+                    launcher=launcher,
+                    added=added,
+                )
             answer = {"pid": pid} if pid > 0 else {"refused": "the operating system did not fork it"}
         for received in descriptors:
             os.close(received)
@@ -93,10 +101,12 @@ def _prepare() -> str:
     # OpenBLAS ends its threads in a process that forks, and starts them when they are needed next.
     probe = os.fork()
     if probe == 0:
-        os._exit(_DEVICELESS if cuda_is_unusable() else 0 if show_as(["probe"], {"PROBE": "1"}) else 1)
+        if cuda_is_unusable():
+            os._exit(_DEVICELESS)
+        os._exit(0 if show_as(["probe"], {"PROBE": "1"}) else 1)
     status = os.waitstatus_to_exitcode(os.waitpid(probe, 0)[1])
     if status == _DEVICELESS:
-        return "importing torch and Shoal has called the CUDA runtime, which forked processes cannot use then"
+        return "importing torch and Shoal has called the CUDA runtime, and torch refuses to use it in processes forked after that"
     if status != 0:
         return "the kernel cannot show a forked process under its own command line (CONFIG_CHECKPOINT_RESTORE)"
     return _why_unsafe()
@@ -151,7 +161,8 @@ def _files_of(entry: os.DirEntry[str]) -> set[Path]:
 def _fork_twice() -> tuple[int, int]:
     """Forks a child that forks a grandchild and ends.
 
-    Returns the process ids of the grandchild and of the child. The first is 0 in the grandchild itself, and -1 if it could not be forked.
+    Returns the process ids of the grandchild and of the child. The first is 0 in the grandchild
+    itself, and -1 if it could not be forked.
     """
     reading, writing = os.pipe()
     with warnings.catch_warnings():

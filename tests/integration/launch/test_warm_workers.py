@@ -184,7 +184,7 @@ def test_another_environment_makes_workers_start_fresh(both: Both) -> None:
     ("startup", "reason"),
     [
         ("import sys; sys.stderr.write('noise\\n' * 100_000)", "importing torch and Shoal printed something, .* \\(noise\\)$"),
-        ("import torch; torch.cuda._is_in_bad_fork = lambda: True", "has called the CUDA runtime, which forked processes cannot use"),
+        ("import torch; torch.cuda._is_in_bad_fork = lambda: True", "has called the CUDA runtime, and torch refuses to use it"),
         ("import threading, time; threading.Thread(target=time.sleep, args=(300,), daemon=True).start()", "has 2 threads$"),
         ("import sys; 'warm' in sys.orig_argv[2] and __import__('os')._exit(7)", "the warm process ended with exit code 7$"),
     ],

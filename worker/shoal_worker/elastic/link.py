@@ -128,13 +128,14 @@ class CoordinatorLink:
                     )
                 # In slices: SIGTERM marks the member as draining and cannot notify.
                 self._changed.wait(min(_DRAIN_LOOK_S, left_s))
-            if self._welcome is not None:
-                continue
-            if probe is not None and not probe.empty():
+            if probe is not None and not probe.empty() and not self._is_accepted():
                 cause = self._explain_absence(probe.get(), left_s) or cause
                 probe, explain_at = None, time.monotonic() + EVERY_S
             elif probe is None and time.monotonic() >= explain_at:
                 probe = self._probe()
+
+    def _is_accepted(self) -> bool:
+        return self._welcome is not None
 
     def _probe(self) -> queue.SimpleQueue[Obstacle | None]:
         """Returns a queue that receives what prevents a connection. A name lookup may take half a minute, and SIGTERM must not

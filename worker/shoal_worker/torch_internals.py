@@ -183,7 +183,8 @@ def iterates_undealt_dataloader(*, longer_than: int) -> bool:
     for each in gc.get_objects():
         if issubclass(type(each), _BaseDataLoaderIter):
             batches = getattr(each, "_index_sampler", None)  # none yet: it is being made
-            plain = type(batches) is BatchSampler and type(batches.sampler) in (RandomSampler, SequentialSampler)
-            if plain and len(batches) > longer_than:
+            if type(batches) is not BatchSampler or len(batches) <= longer_than:
+                continue
+            if type(batches.sampler) in (RandomSampler, SequentialSampler):
                 return True
     return False

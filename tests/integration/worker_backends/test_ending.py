@@ -38,7 +38,7 @@ def test_a_rank_that_raises_while_gloo_has_something_to_do_ends_with_1(what: str
 
 
 def test_a_script_that_closes_nothing_ends_without_a_traceback_where_python_starts_no_thread_at_exit(shell: Shell) -> None:
-    code, out, err = shell.run("run", "--standalone", "--nproc-per-node", "2", _WITHOUT_LATE_THREADS)
+    code, out, err = shell.run("run", "--standalone", "--no-warm", "--nproc-per-node", "2", _WITHOUT_LATE_THREADS)
     assert code == 0, err
     assert out.count("the script has ended") == 2
     assert "Traceback" not in err

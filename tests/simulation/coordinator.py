@@ -343,6 +343,9 @@ class SimulatedClient:
         self._process, self._coordinator = process, coordinator
         self.run: pb.RunId | None = None
 
+    def find_obstacle(self) -> None:
+        """See `CoordinatorClient`: the network is simulated, so no socket could find one."""
+
     def join_session(self, messages: Iterator[pb.MemberMessage]) -> Iterator[pb.MemberDirective]:
         """See `CoordinatorClient`: one stream."""
         coordinator, scheduler, process = self._coordinator, own_scheduler(), self._process

@@ -7,7 +7,7 @@ documentation says. It is registered where members may come later, or steps may 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from shoal_worker.elastic.worker_process import current_session
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from tests.simulation.processes import Process
 from tests.simulation.scenario import DIVIDED, SAVING, Joins, Scenario
@@ -60,6 +60,19 @@ class Samples(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._x[index], self._y[index]
+
+
+class _InOrder(Sampler[int]):
+    """A sampler of the script's own: all ranks train on the same batches, and mean it."""
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self._samples)))
+
+    def __len__(self) -> int:
+        return len(self._samples)
 
 
 @dataclasses.dataclass
@@ -123,7 +136,7 @@ class Training:
         self.model, self.optimizer = shoal.as_distributed(self.net, optimizer, strategy=scenario.strategy, **options_of(scenario))
         self.samples = Samples(BATCH * scenario.steps, dtype)
         micro = MICRO if scenario.loop == "micro-batches" else None
-        self.plain = DataLoader(self.samples, batch_size=BATCH // 3) if scenario.loop == "plain" else None
+        self.plain = DataLoader(self.samples, batch_size=BATCH // 3, sampler=_InOrder(self.samples)) if scenario.loop == "plain" else None
         self.loader = shoal.ElasticDataLoader(self.samples, global_batch_size=BATCH, micro_batch_size=micro, seed=3)
         self.evaluated = shoal.ElasticDataLoader(self.samples, global_batch_size=20, train=False)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.9**step) if scenario.loop == "scheduler" else None

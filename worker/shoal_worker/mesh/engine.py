@@ -292,7 +292,8 @@ class MeshEngine(MeshPasses):
             self._held.hidden.show_gradients()
             with LosingStep(self._session):
                 self._mesh.add(weight)
-            if weight > 0:
+            step = self._session.step
+            if weight > 0 and step is not None and step.lost is None:
                 self._mesh.buffers.micro_batch_ends()
 
     @torch.no_grad()
@@ -300,8 +301,9 @@ class MeshEngine(MeshPasses):
         session = self._session
         mesh = self._laid_out
         self._refuse_carried()
-        for writes in self._writes:
-            writes.refuse()
+        if step.lost is None:  # else collectives that failed may have left any values
+            for writes in self._writes:
+                writes.refuse()
         self._held.hidden.show_gradients()
         with LosingStep(self._session) as summing:
             if not step.in_micro_batches:

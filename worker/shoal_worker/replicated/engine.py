@@ -285,9 +285,11 @@ class ReplicatedEngine(Engine):
     def micro_batch_ends(self, weight: float) -> None:
         """See `TrainingEngine`."""
         self._accumulation().micro_batch_ends(weight)
-        self._writes.micro_batch_ends()
-        if weight != 0:
-            self._step_buffers.micro_batch_ends()
+        step = self._session.step
+        if step is not None and step.lost is None:  # else what passes made of values that have failed does not count
+            self._writes.micro_batch_ends()
+            if weight != 0:
+                self._step_buffers.micro_batch_ends()
         if self._tables is not None:
             self._tables.micro_batch_ends(weight)
 

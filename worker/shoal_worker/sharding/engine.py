@@ -283,7 +283,11 @@ class ShardedEngine(ShardedPasses):
 
     def _watch_units(self, in_step: bool) -> None:
         for unit in self._held.units:
-            unit.in_step, unit.watched = in_step, in_step and not self._looked
+            unit.in_step, unit.watched, unit.is_lost = in_step, in_step and not self._looked, self._is_lost
+
+    def _is_lost(self) -> bool:
+        step = self._session.step
+        return step is None or step.lost is not None
 
     def micro_batch_begins(self) -> None:
         """See `TrainingEngine`."""
@@ -294,9 +298,11 @@ class ShardedEngine(ShardedPasses):
     def micro_batch_ends(self, weight: float) -> None:
         """See `TrainingEngine`."""
         self._execution.end_passes()
-        self._writes.micro_batch_ends()
+        if not self._is_lost():
+            self._writes.micro_batch_ends()
         if weight > 0:
-            self._step_buffers.micro_batch_ends()
+            if not self._is_lost():
+                self._step_buffers.micro_batch_ends()
             self._weights += weight
             changes = self._step_buffers.changes(_WIDE, weight, weight)
             self._changes = changes if self._changes is None else self._changes + changes
@@ -314,12 +320,13 @@ class ShardedEngine(ShardedPasses):
             for _ in range(share.most_micro_batches - (share.micro_batches or 0)):
                 self._execution.take_part()
         self._execution.reduce_rest()
-        if not self._carries_writes:
-            self._writes.refuse()
-            for unit in self._held.units:
-                if unit.resident:
-                    unit.refuse_written()
-        step.writes = joined(self._writes.digest(), self._step_buffers.exact_digest())
+        if step.lost is None:  # else collectives that failed may have left any values
+            if not self._carries_writes:
+                self._writes.refuse()
+                for unit in self._held.units:
+                    if unit.resident:
+                        unit.refuse_written()
+            step.writes = joined(self._writes.digest(), self._step_buffers.exact_digest())
         step.issues(CLOSING)
         if step.lost is not None or not self._seal():
             return

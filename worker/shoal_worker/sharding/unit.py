@@ -157,6 +157,8 @@ class Unit:
         """Its memory and values stay until the next change, although it counts as freed: see `ShardedExecution.keep_whole`."""
         self.in_step = self.watched = False
         """Passes of a step may write to the whole parameters; and what they write in place by way of `.data` is looked for."""
+        self.is_lost: Callable[[], bool] = bool
+        """Whether the step is lost: a collective that failed may have left any values in the whole parameters."""
         self._gathered = True
         self._gathering: Pending | None = None
         self._sent: torch.Tensor | None = None
@@ -312,7 +314,7 @@ class Unit:
 
     def refuse_written(self) -> None:
         """Raises ConfigurationError: a pass has written to the whole parameters, whose memory goes, or given one another memory."""
-        if not self.in_step:
+        if not self.in_step or self.is_lost():
             return
         name, shard = self.moved, self.own.shard
         if name is None and self.watched and self.own.position is not None:

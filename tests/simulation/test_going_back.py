@@ -41,7 +41,7 @@ def check_finished(processes: dict[str, Process], names: str) -> None:
 
 def test_ranks_go_back_while_workers_are_on_standby_of_whom_some_get_a_place_and_one_does_not() -> None:
     joins = ["at point 20 of a: one more joins"] * 3
-    processes = run("zero2, loop save, 8 ranks, schedule 1", *joins, "c dies at point 174", "e dies at point 174")
+    processes = run("zero2, loop save, 8 ranks, schedule 1", *joins, "c dies at point 192", "e dies at point 192")
     assert all(went_back(processes[name]) for name in "abdfgh")
     check_finished(processes, "a b d f g h")
     late = [processes[name] for name in "ijk"]

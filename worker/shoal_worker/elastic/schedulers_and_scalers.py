@@ -523,7 +523,7 @@ class RegisteredState:
         return True
 
     def _gate(self, name: str, value: Any, method: str) -> None:
-        kind, gate = type(value), weakref.ref(value)  # a strong reference would keep it, through its own class, until a collection
+        kind, gate = type(value), _reference(value)
         advance = getattr(kind, method)
 
         @functools.wraps(advance)
@@ -575,3 +575,12 @@ def _canonical(settings: Any) -> Any:
     if isinstance(settings, list | tuple):
         return [_canonical(value) for value in settings]
     return float(settings) + 0.0 if isinstance(settings, bool | int | float) else settings
+
+
+def _reference(value: Any) -> Callable[[], Any]:
+    """Returns a call that gives the object as long as the script holds it, or always, if its class has `__slots__` and no weak
+    references. A strong reference would keep it, through its own class, until a garbage collection."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value

@@ -63,10 +63,29 @@ What changes values (`load_state_dict`, `p.mul_`, `nn.init`) has to be done alik
 - `p.register_hook` and `p.register_post_accumulate_grad_hook` see, and may change, the gradient of this rank's samples, before the ranks'
   are summed. Under `tensor`, `pipeline` and `hybrid` other tensors take the parameters' places, and hooks are refused, before
   `as_distributed` and after it (`test_gradient_hooks.py`).
-- Buffers that a step changes become the ranks' mean: floating-point ones that `state_dict()` has, and all of int64. Change them in the
-  forward pass, or, with a plain batch and `backward()`, until `optimizer.step()`. What a script changes when the step is closed (behind
-  `train_step`, clipping, the inner loop over micro-batches, or `step()`) stays what each rank made of it, and has to be alike. Integers are
-  exact, and refused if they move by more than 2^40 in a step (`test_buffers.py`).
+- Buffers that a step changes follow one rule for each dtype, under every strategy with a common step. Floating-point ones that
+  `state_dict()` has become the ranks' weighted mean. In an `int64` buffer, changes that are alike in all passes count once (a count of steps), and others
+  are summed (a count of samples); changes that are, or add up to, the number of each pass's samples are summed too. All else that
+  `state_dict()` has (`bool`, other integers, complex numbers, and floating-point buffers with infinite elements, as observers have at
+  first) must be changed alike on all ranks and in all micro-batches, or `BUFFERS_DIFFER` names the buffer in the first step that differs.
+  A buffer that was `None` at `as_distributed` must stay so, unless it is `persistent=False`. Under `local_sgd` the means are those of a
+  round. Change buffers in the forward pass, or, with a plain batch and `backward()`, until `optimizer.step()`. What a script changes when
+  the step is closed (behind `train_step`, clipping, the inner loop over micro-batches, or `step()`) stays what each rank made of it, and
+  has to be alike. Changes of more than 2^40 in a step are refused (`test_buffers.py`).
+- Parameters that a forward pass writes (momentum encoders, initialization from the first batch, clipping of weights) are as in one process
+  under `ddp`, `zero1` and `zero2`, if all ranks and micro-batches write the same values; `PARAMETERS_WRITTEN` names them if not. Strategies
+  that compute with copies or parts of parameters refuse such writes, also in one process. `local_sgd` refuses them for frozen parameters.
+  Writes by way of `p.data` are looked for in the first step that a process takes (`test_written_parameters.py`).
+- A lost step puts back what its passes changed: buffers, written parameters, extra state, and tensors and numbers that modules keep as
+  attributes (under `tensor`, `pipeline` and `hybrid` tensors alone).
+- `get_extra_state()` may give whatever a checkpoint can hold, or `as_distributed` raises. It goes to workers that join, into checkpoints,
+  `full_state_dict()` and files; where ranks differ, the first one's counts.
+- `state_dict()` may name entries otherwise than `named_parameters()`, or leave parameters out, as activation-checkpointing wrappers and
+  hooks do. `full_state_dict()` has the names of `state_dict()`; checkpoints also hold what hooks leave out. An entry that a hook computes from
+  parameters is refused where no rank has these whole (`test_module_state.py`).
+- `shoal.evaluate`, `model.predict` and fits call the modules' own `eval()` and `train()`, then restore modules that differed.
+- Methods of an optimizer beside torch's own raise where the optimizer has parts of the parameters, once they are called on what
+  `as_distributed` returned (`test_optimizer_methods.py`).
 - Buffers that `state_dict()` has not (`persistent=False`: tables, masks, random projections) are the first rank's on all ranks, when
   training begins and on workers that join; one whose shape differs (a cache) stays as it is. Steps do not sum their changes. After
   `shoal.resume` they are what the first rank's script has made of them, as in plain torch, not what the checkpoint's run had. Under

@@ -17,6 +17,7 @@ import shoal
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from shoal_worker.checkpoint import saving
 from shoal_worker.checkpoint.files import begin, read_checkpoint, write_sharded
 from shoal_worker.checkpoint.manifest import CheckpointInfo, write_manifest
 from shoal_worker.checkpoint.shards import Shards
@@ -179,7 +180,12 @@ def test_training_goes_on_from_it_as_if_it_had_not_stopped(tmp_path: Path) -> No
     assert_alike(found, expected)
 
 
-def test_a_directory_that_not_all_ranks_see_is_refused_or_the_first_rank_writes_all(tmp_path: Path) -> None:
+def test_a_directory_that_not_all_ranks_see_is_refused_or_the_first_rank_writes_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # On machines of their own, one name means another place for each rank. Here these places have different names.
+    monkeypatch.setattr(saving, "_check_named_alike", lambda *arguments: None)
+
     def own_directory(sharded: bool | None) -> None:
         train("zero1", tmp_path / str(sharded) / str(shoal.rank()), sharded=sharded)
 

@@ -64,7 +64,8 @@ What changes values (`load_state_dict`, `p.mul_`, `nn.init`) has to be done alik
   are summed. Under `tensor`, `pipeline` and `hybrid` other tensors take the parameters' places, and hooks are refused, before
   `as_distributed` and after it (`test_gradient_hooks.py`).
 - Buffers that a step changes follow one rule for each dtype, under every strategy with a common step. Floating-point ones that
-  `state_dict()` has become the ranks' weighted mean. In an `int64` buffer, changes that are alike in all passes count once (a count of steps), and others
+  `state_dict()` has become the ranks' weighted mean. In an `int64` buffer, changes that are alike in all passes count
+  once (a count of steps), and others
   are summed (a count of samples); changes that are, or add up to, the number of each pass's samples are summed too. All else that
   `state_dict()` has (`bool`, other integers, complex numbers, and floating-point buffers with infinite elements, as observers have at
   first) must be changed alike on all ranks and in all micro-batches, or `BUFFERS_DIFFER` names the buffer in the first step that differs.
@@ -81,7 +82,8 @@ What changes values (`load_state_dict`, `p.mul_`, `nn.init`) has to be done alik
 - `get_extra_state()` may give whatever a checkpoint can hold, or `as_distributed` raises. It goes to workers that join, into checkpoints,
   `full_state_dict()` and files; where ranks differ, the first one's counts.
 - `state_dict()` may name entries otherwise than `named_parameters()`, or leave parameters out, as activation-checkpointing wrappers and
-  hooks do. `full_state_dict()` has the names of `state_dict()`; checkpoints also hold what hooks leave out. An entry that a hook computes from
+  hooks do. `full_state_dict()` has the names of `state_dict()`; checkpoints also hold what hooks leave out. An entry
+  that a hook computes from
   parameters is refused where no rank has these whole (`test_module_state.py`).
 - `shoal.evaluate`, `model.predict` and fits call the modules' own `eval()` and `train()`, then restore modules that differed.
 - Methods of an optimizer beside torch's own raise where the optimizer has parts of the parameters, once they are called on what

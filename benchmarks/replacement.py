@@ -149,7 +149,7 @@ class FullStrength:
 
     @property
     def pause_s(self) -> float:
-        """From the kill until the last rank has committed its first step at full strength."""
+        """Time from the kill until all ranks have committed a step at full strength."""
         return (self._reached_ns - self._killed_ns) / 1e9
 
 

@@ -189,7 +189,7 @@ PARTS: Final[Mapping[str, Callable[[Context], Table]]] = {
     "copies": _copies,
     "groups": _groups,
 }
-"""By name, in order of value."""
+"""The parts by name, most valuable first."""
 
 
 if __name__ == "__main__":

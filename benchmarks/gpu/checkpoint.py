@@ -1,4 +1,4 @@
-"""How long training pauses for a checkpoint of 16 GB, and how long it takes to write."""
+"""Pause of training for a checkpoint of 16 GB, and the time to write it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RECIPE: Final = Recipe(name="shoal ddp", system="shoal", strategy="ddp")
 _BEFORE: Final = 10
 """Steps that are timed before."""
 _LONGEST_S: Final = 50.0
-"""How long a checkpoint is waited for. Steps go on meanwhile."""
+"""Deadline of a checkpoint. Training steps continue meanwhile."""
 
 
 def measure(context: Context) -> Table:

@@ -37,7 +37,7 @@ class Context:
 
     @property
     def rehearsal(self) -> bool:
-        """Whether sizes are tiny, so that the figures say nothing."""
+        """True for tiny sizes, whose figures say nothing."""
         return self.device.type == "cpu"
 
     def settle(self) -> None:

@@ -30,7 +30,7 @@ _SYNCED: Final = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How large the model and its steps are."""
+    """Sizes of the model and of its steps."""
 
     words: int
     width: int
@@ -47,7 +47,7 @@ class Size:
 LARGE: Final = Size(words=32_768, width=2048, layers=24, heads=16, tokens=2048, batch=4, warm=4, steps=12)
 """1.34 billion parameters."""
 TINY: Final = Size(words=64, width=32, layers=2, heads=2, tokens=16, batch=2, warm=1, steps=2)
-"""For rehearsals."""
+"""Sizes for rehearsals."""
 FEW_LAYERS: Final = 6
 """Of what compiles, or waits for the host, for long."""
 
@@ -63,7 +63,7 @@ class Recipe:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of `shoal.as_distributed`."""
     autocast: bool = True
-    """To bf16; else parameters are cast as a whole by the system."""
+    """Casts parameters to bf16; otherwise the system casts them all."""
     fused: bool = True
     recompute: bool = False
     """Activations are computed again in the backward pass, block by block."""
@@ -121,7 +121,7 @@ class Decoder(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What training came to."""
+    """Results of a training."""
 
     parameters: int
     step_s: float
@@ -129,7 +129,7 @@ class Figures:
     synced_s: float
     """Median of steps that end when the device is at rest."""
     host_s: float
-    """How long the host is busy with a step, on average."""
+    """Mean time that the host spends on a step."""
     warm_s: float
     """All steps before the timed ones: memory is taken, code compiled."""
     tokens_per_s: float

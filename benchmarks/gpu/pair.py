@@ -33,11 +33,11 @@ from benchmarks.workers.shared_gpu import first_visible, pass_for_a_machine
 
 _MODULE: Final = "benchmarks.gpu.pair"
 _LIMIT_S: Final = 45.0
-"""For a pair from its start to its end, on a device."""
+"""Deadline of a pair from start to end, on a device."""
 _REHEARSAL_LIMIT_S: Final = 200.0
 """On a host with much else to do."""
 _PATIENCE_S: Final = 20.0
-"""For a collective."""
+"""Deadline of one collective."""
 _POLL_S: Final = 0.005
 _FAULTS: Final = {"stopped": signal.SIGSTOP, "killed": signal.SIGKILL}
 _ELEMENTS: Final = 8

@@ -22,6 +22,7 @@ It does not know when to gather or reduce (`execution.py`).
 from __future__ import annotations
 
 import enum
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -34,6 +35,8 @@ from shoal_worker.engine.pass_writes import same, written_in_vain
 from shoal_worker.sharding.collectives import Collectives, Pending
 from shoal_worker.sharding.homes import Home
 from shoal_worker.sharding.layout import Piece, UnitLayout, layout_of
+
+_log = logging.getLogger(__name__)
 
 
 class Stage(enum.IntEnum):
@@ -305,9 +308,15 @@ class Unit:
         if self.stage is not Stage.PARAMETERS:
             self.hidden.hide()
         elif self._gathering is None:
-            self._gathered = False
+            came, self._gathered = self._gathered, False
             if self._full.untyped_storage().nbytes() and not self.resident:
-                self.refuse_written()
+                if came:
+                    self.refuse_written()
+                elif self.in_step and not self.is_lost():
+                    _log.warning(
+                        "a peer was lost during a pass between the backward pass and optimizer.step(): "
+                        "the step counts, but what that pass computed is void; do not use its outputs"
+                    )
                 self._point([self._full[:0]] * len(self.parameters))
                 self.hidden.hide()
                 self._full.untyped_storage().resize_(0)

@@ -77,7 +77,7 @@ def _save(context: Context) -> Row:
             "step before ms": f"{1e3 * usual_s:.1f}",
             "step meanwhile ms": f"{1e3 * statistics.median(meanwhile):.1f}",
             "slowest ms": f"{1e3 * max(meanwhile):.1f}",
-            **({"written after s": f"{written_s:.1f}"} if written else {}),
+            **({"written after s": f"{written_s:.3g}"} if written else {}),
         },
         samples={"before_s": before, "meanwhile_s": meanwhile},
         failure="" if written else f"not written within {_LONGEST_S:g} s",

@@ -186,7 +186,7 @@ verify-images: .venv/installed .venv-docs/installed
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: none found as python3.11 or python3; name one with PYTHON=..."; exit 1; }
 	@echo "Installing into .venv (about a minute, once)"
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet -c constraints.txt -r dev-requirements.txt \
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt -r dev-requirements.txt \
 		-e protos -e common -e coordinator -e ps_server -e 'worker[mpi]' -e 'sdk[demo,lightning,mlflow,ray,tensorboard,transformers]'
 	@touch $@
 
@@ -195,7 +195,7 @@ verify-images: .venv/installed .venv-docs/installed
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: none found as python3.11 or python3; name one with PYTHON=..."; exit 1; }
 	@echo "Installing into .venv-torch-$* (some minutes, once)"
 	$(PYTHON) -m venv .venv-torch-$*
-	.venv-torch-$*/bin/pip install --quiet -c <(grep -vE '^(torch|setuptools)==' constraints.txt) torch==$* -r dev-requirements.txt \
+	.venv-torch-$*/bin/pip install --quiet --no-compile -c <(grep -vE '^(torch|setuptools)==' constraints.txt) torch==$* -r dev-requirements.txt \
 		-e protos -e common -e coordinator -e ps_server -e 'worker[mpi]' -e 'sdk[demo,lightning,mlflow,ray,tensorboard,transformers]'
 	@touch $@
 

@@ -35,7 +35,7 @@ DOCKERFILE = (ROOT / "docker/Dockerfile").read_text()
 REQUIREMENTS = runpy.run_path(str(ROOT / "docker/requirements.py"))
 DEADLINE_S = 60.0
 
-pytestmark = [pytest.mark.images, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.images, pytest.mark.timeout(1500)]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All our distributions."""
     folder = tmp_path_factory.mktemp("wheels")
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder)]
-    subprocess.run([*pip, *(str(ROOT / name) for name in REQUIREMENTS["FOLDERS"])], check=True, timeout=240)
+    subprocess.run([*pip, *(str(ROOT / name) for name in REQUIREMENTS["FOLDERS"])], check=True, timeout=500)
     return folder
 
 
@@ -76,9 +76,9 @@ def install(target: str, wheels: Path, folder: Path) -> Image:
     listed = folder / "requirements.txt"
     listed.write_text("\n".join(requirements))
     pip = [str(folder / "bin/pip"), "install", "--quiet", "--no-compile"]
-    subprocess.run([*pip, "--constraint", str(ROOT / "constraints.txt"), "--requirement", str(listed)], check=True, timeout=240)
+    subprocess.run([*pip, "--constraint", str(ROOT / "constraints.txt"), "--requirement", str(listed)], check=True, timeout=500)
     own = [wheel(wheels, name) for name in REQUIREMENTS["own_distributions"](stage[1])]
-    subprocess.run([*pip, "--no-index", "--no-deps", *own], check=True, timeout=60)
+    subprocess.run([*pip, "--no-index", "--no-deps", *own], check=True, timeout=180)
     return Image(target, folder / "bin")
 
 

@@ -29,7 +29,7 @@ def build(folder: Path, text: str) -> tuple[int, str]:
     assert checks is not None
     theme = "theme: {name: material, font: false}\n"
     (folder / "mkdocs.yml").write_text(f"site_name: A site\n{theme}hooks: [{ROOT / 'docsite/hooks.py'}]\n{checks[0]}not_in_nav: /source/\n")
-    built = subprocess.run([MKDOCS, "build", "--strict"], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    built = subprocess.run([MKDOCS, "build", "--strict"], cwd=folder, capture_output=True, text=True, timeout=180, check=False)
     return built.returncode, built.stderr
 
 
@@ -63,7 +63,7 @@ class Quiet(SimpleHTTPRequestHandler):
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[str]:
     """The address of the whole site, built and served."""
-    subprocess.run([MKDOCS, "build", "--quiet", "--site-dir", tmp_path / "site"], cwd=ROOT, check=True, timeout=120)
+    subprocess.run([MKDOCS, "build", "--quiet", "--site-dir", tmp_path / "site"], cwd=ROOT, check=True, timeout=240)
     with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(tmp_path / "site"))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}"

@@ -39,9 +39,10 @@ VOLUME /data
 WORKDIR /data
 ENTRYPOINT ["entrypoint"]
 """
-# As in Valkey's image: started by root, it gives the data to its own user and goes on as that one.
+# As in Valkey's image: started by root, it gives the data to its own user and continues as that one.
 _VALKEY_ENTRYPOINT: Final = """#!/bin/sh
 set -e
+[ "$(id -u)" = 0 ] || exec "$@"
 find . ! -user valkey -exec chown valkey {} +
 exec setpriv --reuid=valkey --regid=valkey --clear-groups -- "$@"
 """

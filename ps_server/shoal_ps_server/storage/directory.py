@@ -29,7 +29,8 @@ _RUN: Final = "run"
 _ASIDE: Final = "run-"
 _SETTING_ASIDE: Final = "setting-aside"
 """Names the folder that everything is being put into."""
-_RUNS_KEPT: Final = 2
+RUNS_KEPT: Final = 4
+"""More than the restarts of a failing job by compose.yaml: these push out nothing from before."""
 """Folders of runs that are over."""
 
 
@@ -130,7 +131,7 @@ class DataDirectory:
             self._finish_setting_aside()
             self._write(_RUN, "")
             older = sorted(self.path.glob(f"{_ASIDE}*"), key=lambda folder: folder.stat().st_mtime_ns)
-            for folder in older[:-_RUNS_KEPT]:
+            for folder in older[:-RUNS_KEPT]:
                 shutil.rmtree(folder)
         except OSError as error:
             raise ConfigurationError(f"data_dir={self.path}: {error}; see to its disk, and to who may write there") from error

@@ -45,10 +45,10 @@ def fail_job(running: AsyncCluster) -> None:
     running.client.report_exit(running.job_id, member.member_id, exit_code=1, failure="ValueError")
 
 
-def test_a_new_run_begins_with_fresh_values_and_those_of_the_last_two_runs_lie_aside(cluster: Make) -> None:
+def test_a_new_run_begins_with_fresh_values_and_those_of_the_last_four_runs_lie_aside(cluster: Make) -> None:
     running = cluster()
     first = running.start_worker(epochs=1).result()
-    for number in (2, 3, 4):
+    for number in range(2, 7):
         ended(running.servers)
         for server in running.servers:
             server.start()  # before anybody has begun the next run: as in compose, where workers wait for servers
@@ -56,12 +56,12 @@ def test_a_new_run_begins_with_fresh_values_and_those_of_the_last_two_runs_lie_a
         worker = running.start_worker(epochs=1).result()
         assert worker["first_parameters"] == first["first_parameters"] != worker["parameters"]
         assert worker["epochs"] == [0]
-    assert running.job().run.number == 4
+    assert running.job().run.number == 6
     ended(running.servers)
     for server in running.servers:
-        assert {folder.name for folder in server.data.glob("run-*")} == {"run-2", "run-3"}
-        assert (server.data / "run-3" / "snapshot.safetensors").exists()
-        assert (server.data / "run").read_text().startswith("4:")
+        assert {folder.name for folder in server.data.glob("run-*")} == {"run-2", "run-3", "run-4", "run-5"}
+        assert (server.data / "run-5" / "snapshot.safetensors").exists()
+        assert (server.data / "run").read_text().startswith("6:")
 
 
 def test_runs_that_fail_before_they_train_leave_what_the_last_one_learnt_where_it_is(cluster: Make) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from shoal_ps_server.storage.directory import RUNS_KEPT
 
 ROOT = Path(__file__).resolve().parents[3]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
@@ -92,7 +93,23 @@ def test_what_we_build_runs_without_root_privileges(name: str) -> None:
     users = re.findall(r"(?m)^USER (\S+)", stage)
     assert users
     assert int(users[-1]) > 0
-    assert "no-new-privileges:true" in SERVICES[name]["security_opt"]
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_every_service_has_limits_and_no_privileges(name: str) -> None:
+    service = SERVICES[name]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["cap_drop"] == ["ALL"]
+    assert service["read_only"] is True
+    assert service["init"] is True
+    assert service["mem_limit"]
+    assert service["pids_limit"]
+
+
+def test_servers_keep_the_data_of_a_run_through_all_restarts_of_failing_ones() -> None:
+    policy, _, restarts = SERVICES["worker"]["restart"].partition(":")
+    assert policy == "on-failure"
+    assert int(restarts) < RUNS_KEPT
 
 
 @pytest.mark.parametrize("name", [name for name, service in SERVICES.items() if "build" in service])
@@ -108,7 +125,7 @@ def test_volumes_are_writable_for_the_user_that_the_image_runs_as(name: str) -> 
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_every_service_comes_back_after_a_crash_and_publishes_only_on_loopback(name: str) -> None:
-    assert SERVICES[name]["restart"] in {"unless-stopped", "on-failure"}
+    assert SERVICES[name]["restart"].partition(":")[0] in {"unless-stopped", "on-failure"}
     for port in SERVICES[name].get("ports", []):
         assert port.startswith("127.0.0.1:")
 

@@ -11,6 +11,7 @@ it is found out. Of what is only copied it is the beginning of what was sent.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable
 from datetime import timedelta
@@ -183,8 +184,12 @@ class Side:
         for other in self.room.sides.values():
             if other.ended is None:
                 told = f"{self.process.name} closed its connection ({reason[:60]})"
-                tell = lambda other=other, told=told: world.network.between(self.process, other.process, lambda: other.notice(told))  # noqa: E731
+                tell = functools.partial(self._notify, other, told)
                 world.scheduler.after(world.delay(_FASTEST_S, _LONGEST_NOTICE_S), tell)
+
+    def _notify(self, other: Side, reason: str) -> None:
+        """The network brings the other rank the end of this one's connection, unless the two are cut off from each other."""
+        self.room.world.network.between(self.process, other.process, lambda: other.notice(reason))
 
     def notice(self, reason: str) -> None:
         """A peer has gone."""

@@ -34,6 +34,8 @@ _IMPORTED: Final = (
     "torch._dynamo",  # imported by the first optimizer that is made
     "shoal",
     "shoal_worker.api",
+    "shoal_worker.replicated.engine",
+    "shoal_worker.sharding.engine",
     "shoal_worker.strategies.registry",
     "shoal_ps_server.serving",
 )

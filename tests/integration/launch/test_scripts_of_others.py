@@ -38,6 +38,7 @@ def test_accelerates_own_scripts_pass(shell: Shell, name: str) -> None:
     shell.environment.update(OFFLINE)
     command = shell.start("run", *IN_TWO, of_accelerate(name))
     assert command.wait() == 0, command.stderr + command.stdout
+    assert "fresh interpreters" not in command.stderr
 
 
 @pytest.mark.slow
@@ -48,6 +49,7 @@ def test_transformers_trainer_ends_with_the_same_weights_as_under_torchrun(shell
     assert (here.wait(), there.wait()) == (0, 0), here.stderr + there.stderr
     assert len(endings(here.stdout)) == 2
     assert endings(here.stdout) == endings(there.stdout)
+    assert "fresh interpreters" not in here.stderr, "torchrun's workers are fresh, these are forked"
 
 
 @pytest.mark.slow
@@ -57,5 +59,6 @@ def test_a_gpt_of_another_package_ends_as_in_plain_torch(shell: Shell, strategy:
     command = shell.start("run", *IN_TWO, NANO_GPT, shell.directory / "run", strategy, fault)
     assert (plain.wait(), command.wait()) == (0, 0), plain.stderr + command.stderr + command.stdout
     assert ("ended with SIGKILL; the others go on" in command.stderr) is bool(fault)
+    assert "fresh interpreters" not in command.stderr
     expected, state = (torch.load(shell.directory / name / "model.pt") for name in ("plain", "run"))
     torch.testing.assert_close(state, expected, rtol=0, atol=1e-9)

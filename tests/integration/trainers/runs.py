@@ -26,12 +26,16 @@ def told(output: str) -> list[dict[str, Any]]:
 
 
 def finish(command: Any) -> list[dict[str, Any]]:
-    """Waits for the end of a run, which is a good one."""
+    """Waits for the end of a run, and asserts that it succeeded and that its workers were forked.
+
+    What it is compared with ran in a fresh interpreter (`run_alone`).
+    """
     try:
         status = command.process.wait(DEADLINE_S)
     except subprocess.TimeoutExpired:
         status = None
     assert status == 0, command.stderr + command.stdout
+    assert "fresh interpreters" not in command.stderr
     return told(command.stdout)
 
 

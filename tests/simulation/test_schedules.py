@@ -54,12 +54,12 @@ def test_a_step_may_be_torn_anywhere(strategy: str, loop: str) -> None:
         *(
             pytest.param(*each, marks=pytest.mark.slow)
             for each in (
-                ("zero3", "micro-batches", 29),
-                ("zero2", "micro-batches", 7),
-                ("zero1", "scaler", 7),
-                ("hsdp", "clip", 29),
-                ("hybrid", "flat", 13),
-                ("pipeline", "flat", 11),
+                ("zero3", "micro-batches", 59),
+                ("zero2", "micro-batches", 15),
+                ("zero1", "scaler", 15),
+                ("hsdp", "clip", 59),
+                ("hybrid", "flat", 29),
+                ("pipeline", "flat", 23),
             )
         ),
     ],

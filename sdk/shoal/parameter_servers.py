@@ -23,6 +23,7 @@ import torch
 from shoal_common.backoff import Backoff
 from shoal_common.clients import parameter_server
 from shoal_common.clients.coordinator import CoordinatorClient
+from shoal_common.clients.takeover import TakeoverWatch
 from shoal_common.errors import (
     ConfigurationError,
     CorruptDataError,
@@ -64,6 +65,7 @@ class ModelReader:
         self._patience = patience
         self._closed = threading.Event()
         self._coordinator = CoordinatorClient(coordinator)
+        self._takeovers = TakeoverWatch(self._ask_where)
         self._reading = threading.Lock()
         """Held by the call that is at work; what is below belongs to it, but `_model`, which is replaced as a whole."""
         self._map: coordinator_pb2.ShardMap | None = None
@@ -140,11 +142,20 @@ class ModelReader:
             raise PreconditionError(f"servers {missing} of job {self._job_id!r} are not registered", reason="SHARD_MAP_INCOMPLETE")
         for address in self._servers.keys() - addresses.values():
             self._servers.pop(address).close()
-        for address in addresses.values() - self._servers.keys():
+        for address in addresses.values():
+            if address in self._servers and not self._servers[address].is_closed:
+                continue
             self._servers[address] = client = parameter_server.ParameterServerClient(replace(self._settings, address=address, attempts=1))
+            self._takeovers.add(client)
             if self._closed.is_set():  # `close` may have looked before
                 client.close()
         self._map = shard_map
+
+    def _ask_where(self) -> coordinator_pb2.ShardMap | None:
+        try:
+            return self._coordinator.get_shard_map(self._job_id).shard_map
+        except ShoalError:
+            return None
 
     def _read(self) -> None:
         """Replaces the model by the newest one; all of it, or nothing."""

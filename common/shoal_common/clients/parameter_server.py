@@ -10,15 +10,18 @@ Which partition is on which server is the caller's business, and so is repeating
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import chain
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 import grpc
 import xxhash
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_protos.v1.parameter_server_pb2_grpc import ParameterServerStub
 
@@ -30,10 +33,13 @@ from shoal_common.clients.calls import Caller
 from shoal_common.clients.pull import PullReceiver
 from shoal_common.errors import CorruptDataError, ShoalError
 from shoal_common.rpc.channel import ChannelSettings
+from shoal_common.rpc.status import is_unreachable
 from shoal_common.wire import decode_pull_chunk, decode_rows_chunk, encode_push_chunk, encode_rows_chunk, framed
 
 SERVICE: Final = "shoal.v1.ParameterServer"
 DEFAULT_STREAM_DEADLINE: Final = timedelta(seconds=60)
+
+ResponseT = TypeVar("ResponseT")
 
 Partitions = Iterable[tuple[pb.PushHeader, memoryview]]
 """What is pushed: each partition's header (payload_bytes and checksum as the caller set them) and its encoded payload."""
@@ -44,6 +50,7 @@ class _Stub:
 
     def __init__(self, channel: grpc.Channel) -> None:
         self._generated = ParameterServerStub(channel)
+        self.health = health_pb2_grpc.HealthStub(channel)
         self.initialize = channel.stream_unary(
             f"/{SERVICE}/Initialize", request_serializer=encode_push_chunk, response_deserializer=pb.PushResponse.FromString
         )
@@ -82,6 +89,12 @@ class ParameterServerClient:
         work and does not."""
         keep_freed_memory()
         self._member_id = member_id
+        self.address = settings.address
+        """Where the server is spoken to."""
+        self._lock = threading.Lock()
+        self._calls: dict[object, float] = {}
+        """When each call in progress began, on the monotonic clock. Guarded by `_lock`."""
+        self._closed = False
         self._caller = Caller(settings, interceptors, _Stub)
         self._bulk = BulkChannel(
             settings,
@@ -90,11 +103,50 @@ class ParameterServerClient:
             fell_back=fell_back,
         )
 
+    # ---------------------------------------------------------------------------------------------------- the client itself
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    @property
+    def oldest_call_s(self) -> float:
+        """Seconds since the oldest call in progress began; 0: there is none."""
+        with self._lock:
+            return time.monotonic() - min(self._calls.values()) if self._calls else 0.0
+
+    def answers(self, deadline: timedelta) -> bool:
+        """Returns whether the server answers a health check in time, whatever it says. Does not count as a call in progress."""
+        try:
+            self._caller.stub.health.Check(health_pb2.HealthCheckRequest(), timeout=deadline.total_seconds())
+        except grpc.RpcError as error:
+            return not (is_unreachable(error) or error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED))
+        except ValueError:  # the channel was closed
+            return False
+        return True
+
+    @contextmanager
+    def _in_progress(self) -> Iterator[None]:
+        call = object()
+        with self._lock:
+            self._calls[call] = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._calls[call]
+
+    def _unary(self, method: str, request: Any, response: type[ResponseT], deadline: timedelta | None) -> ResponseT:
+        with self._in_progress():
+            return self._caller.unary(method, request, response, deadline)
+
     # ---------------------------------------------------------------------------------------------------------- tensors
 
     def initialize(self, partitions: Partitions, *, deadline: timedelta = DEFAULT_STREAM_DEADLINE) -> list[pb.PartitionResult]:
         """Offers first values; the first writer of each partition wins. One result per partition, in order."""
-        return self._upload(Kind.INITIALIZE, self._caller.stub.initialize, partitions, deadline)
+        with self._in_progress():
+            return self._upload(Kind.INITIALIZE, self._caller.stub.initialize, partitions, deadline)
 
     def push(self, partitions: Partitions, *, deadline: timedelta = DEFAULT_STREAM_DEADLINE) -> list[pb.PartitionResult]:
         """Pushes gradients. One result per partition, in order.
@@ -102,7 +154,8 @@ class ParameterServerClient:
         After an error some partitions may have been applied: push them all again with the same sequence numbers; what was applied is
         acknowledged and not applied twice. Buffers must not change until the call returns. `partitions` may be read on another thread.
         """
-        return self._upload(Kind.PUSH, self._caller.stub.push, partitions, deadline)
+        with self._in_progress():
+            return self._upload(Kind.PUSH, self._caller.stub.push, partitions, deadline)
 
     def pull(
         self,
@@ -122,9 +175,15 @@ class ParameterServerClient:
             deadline = DEFAULT_STREAM_DEADLINE + timedelta(milliseconds=request.wait_ms)
         receiver = PullReceiver(into)
         until = time.monotonic() + deadline.total_seconds()
+        with self._in_progress():
+            self._receive(request, receiver, until)
+        return receiver.finish()
+
+    def _receive(self, request: pb.PullRequest, receiver: PullReceiver, until: float) -> None:
         with self._bulk.connection(request.job_id, request.member_id or self._member_id, until) as connection:
             if connection is not None:
-                return connection.pull(request, receiver, until)
+                connection.pull(request, receiver, until)
+                return
         with self._caller.errors("Pull"):
             call = self._caller.stub.pull(request, timeout=until - time.monotonic())
             try:
@@ -132,7 +191,6 @@ class ParameterServerClient:
                     receiver.receive(*decode_pull_chunk(data))
             finally:
                 call.cancel()
-        return receiver.finish()
 
     def read_rows(
         self,
@@ -147,7 +205,7 @@ class ParameterServerClient:
         """
         header: pb.RowsHeader | None = None
         digest, came = xxhash.xxh3_64(), 0
-        with self._caller.errors("ReadRows"):
+        with self._in_progress(), self._caller.errors("ReadRows"):
             call = self._caller.stub.read_rows(request, timeout=deadline.total_seconds())
             try:
                 for data in call:
@@ -169,7 +227,7 @@ class ParameterServerClient:
     ) -> pb.RestoreRowsResponse:
         """Puts the file of a bucket in its place. `payload`: its bytes, in pieces of at most 4 MiB."""
         outgoing = chain([(header, memoryview(b""))], ((None, piece) for piece in payload))
-        with self._caller.errors("RestoreRows"):
+        with self._in_progress(), self._caller.errors("RestoreRows"):
             answer: pb.RestoreRowsResponse = self._caller.stub.restore_rows(outgoing, timeout=deadline.total_seconds())
             return answer
 
@@ -198,7 +256,7 @@ class ParameterServerClient:
         self, job_id: str, optimizer: pb.OptimizerSpec, consistency: pb.Consistency, *, deadline: timedelta | None = None
     ) -> pb.ConfigureOptimizerResponse:
         request = pb.ConfigureOptimizerRequest(job_id=job_id, optimizer=optimizer, consistency=consistency)
-        return self._caller.unary("ConfigureOptimizer", request, pb.ConfigureOptimizerResponse, deadline)
+        return self._unary("ConfigureOptimizer", request, pb.ConfigureOptimizerResponse, deadline)
 
     def set_hyperparameters(
         self,
@@ -210,12 +268,12 @@ class ParameterServerClient:
         deadline: timedelta | None = None,
     ) -> pb.SetHyperparametersResponse:
         request = pb.SetHyperparametersRequest(job_id=job_id, revision=revision, hyperparameters=hyperparameters, groups=groups)
-        return self._caller.unary("SetHyperparameters", request, pb.SetHyperparametersResponse, deadline)
+        return self._unary("SetHyperparameters", request, pb.SetHyperparametersResponse, deadline)
 
     def open_data(self, job_id: str, member_id: str = "", *, deadline: timedelta | None = None) -> pb.OpenDataResponse:
         """Asks for a ticket. `push`, `initialize` and `pull` do it by themselves."""
         request = pb.OpenDataRequest(job_id=job_id, member_id=member_id)
-        return self._caller.unary("OpenData", request, pb.OpenDataResponse, deadline)
+        return self._unary("OpenData", request, pb.OpenDataResponse, deadline)
 
     def advance_clock(
         self,
@@ -240,17 +298,18 @@ class ParameterServerClient:
             generation=generation,
             shard_map_epoch=shard_map_epoch,
         )
-        return self._caller.unary("AdvanceClock", request, pb.AdvanceClockResponse, deadline)
+        return self._unary("AdvanceClock", request, pb.AdvanceClockResponse, deadline)
 
     def snapshot(self, job_id: str, *, deadline: timedelta = DEFAULT_STREAM_DEADLINE) -> pb.SnapshotResponse:
-        return self._caller.unary("Snapshot", pb.SnapshotRequest(job_id=job_id), pb.SnapshotResponse, deadline)
+        return self._unary("Snapshot", pb.SnapshotRequest(job_id=job_id), pb.SnapshotResponse, deadline)
 
     def get_server(self, *, member_id: str = "", deadline: timedelta | None = None) -> pb.GetServerResponse:
         """With `member_id`, each partition also carries the last sequence number applied for that member."""
-        return self._caller.unary("GetServer", pb.GetServerRequest(member_id=member_id), pb.GetServerResponse, deadline)
+        return self._unary("GetServer", pb.GetServerRequest(member_id=member_id), pb.GetServerResponse, deadline)
 
     def close(self) -> None:
         """Cancels calls in progress and closes the connection. Idempotent."""
+        self._closed = True
         self._caller.close()
         self._bulk.close()
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import random
 import signal
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from shoal.parameter_servers import ModelReader
+from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2
 from shoal_worker.data.record import audit
 
@@ -162,6 +166,47 @@ def test_a_primary_that_stood_still_past_its_lease_acknowledges_nothing_when_it_
     assert versions(pair.process(PRIMARY)) == {1 + 12}
     worker.go(12)
     check_ended_alike(running, worker, alone())
+
+
+@pytest.mark.parametrize("transport", ["memory", "tcp", "grpc"])
+def test_a_push_to_a_frozen_primary_is_sent_again_as_soon_as_its_backup_has_taken_over(
+    cluster: Make, alone: Callable[[], Any], transport: str
+) -> None:
+    running = cluster(servers=1, backups=1, lease_ms=3_000)
+    pair = Pair(running)
+    environment = {"SHOAL_SERVER_TRANSPORT": transport}
+    worker = running.start_worker(epochs=2, hold_at=[4, 12], environment=environment, **ADAM)
+    worker.wait_step(4)
+    pair.wait_in_sync()
+    before, frozen = pair.status(PRIMARY), pair.process(PRIMARY)
+    frozen.process.kill(signal.SIGSTOP)
+    worker.go(4)
+    pair.wait_replaced(before)
+    replaced_at = time.monotonic()
+    worker.wait_step(6)
+    assert time.monotonic() < replaced_at + 5  # about 1 s; without word of the takeover a minute
+    worker.wait_step(12)
+    assert versions(pair.process(PRIMARY)) == {1 + 12}
+    worker.go(12)
+    check_ended_alike(running, worker, alone())
+
+
+def test_a_reader_of_the_model_goes_on_as_soon_as_the_backup_of_a_frozen_primary_has_taken_over(cluster: Make) -> None:
+    running = cluster(servers=1, backups=1, lease_ms=3_000)
+    pair = Pair(running)
+    worker = running.start_worker(epochs=1, hold_at=[4], **ADAM)
+    worker.wait_step(4)
+    pair.wait_in_sync()
+    coordinator = ChannelSettings(address=running.coordinator.address)
+    with ModelReader(coordinator, running.job_id) as reader, ThreadPoolExecutor(1) as threads:
+        model = reader.state_dict()
+        before = pair.status(PRIMARY)
+        pair.process(PRIMARY).process.kill(signal.SIGSTOP)
+        again = threads.submit(reader.state_dict)
+        pair.wait_replaced(before)
+        assert again.result(timeout=5).keys() == model.keys()  # about 1 s
+    worker.go(4)
+    worker.result()
 
 
 def test_without_a_backup_in_sync_a_primary_is_waited_for(cluster: Make, alone: Callable[[], Any]) -> None:

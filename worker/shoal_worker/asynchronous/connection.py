@@ -30,6 +30,7 @@ class Connection:
         self.address = share.address
         """Where the server is spoken to."""
         self.client = job.server_client(share.address)
+        self._closed = False
         self.adopt(share)
 
     def adopt(self, share: ServerShare) -> None:
@@ -54,8 +55,8 @@ class Connection:
             if missing := sorted({partition.primary for partition in shard_map.partitions} - addresses.keys()):
                 raise UnavailableError(f"servers {missing}, which have partitions now, are not registered", reason="SHARD_MAP_INCOMPLETE")
             raise ShardMapChanged(shard_map)
-        address = addresses.get(self.share.index)
-        if address is not None and address != self.address:
+        address = addresses.get(self.share.index, self.address)
+        if address != self.address or (self.client.is_closed and not self._closed):
             self.client.close()
             self.address = address
             self.client = self._job.server_client(address)
@@ -71,4 +72,5 @@ class Connection:
 
     def close(self) -> None:
         """Ends calls in progress. Idempotent. Any thread may call it."""
+        self._closed = True
         self.client.close()

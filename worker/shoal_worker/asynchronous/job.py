@@ -15,6 +15,7 @@ from typing import TypeVar
 from shoal_common.backoff import Backoff
 from shoal_common.bulk.transport import Transport
 from shoal_common.clients.parameter_server import ParameterServerClient
+from shoal_common.clients.takeover import TakeoverWatch
 from shoal_common.errors import ConfigurationError, DeadlineError, MembershipChanged, PreconditionError, ShoalError, UnavailableError
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2 as pb
@@ -54,6 +55,7 @@ class Job:
         self._transport = transport
         self._fell_back = fell_back
         self._entered = 0
+        self._takeovers = TakeoverWatch(self.shard_map)
         self.job_id = link.identity.job_id
         self.member_id = link.identity.member_id
 
@@ -179,9 +181,12 @@ class Job:
         return replace(self._channel, address=address, attempts=1)
 
     def server_client(self, address: str) -> ParameterServerClient:
-        """A client of the server at `address`, which speaks for this worker."""
+        """A client of the server at `address`, which speaks for this worker. It is closed when another server has taken the place of
+        that one, which does not answer."""
         channel = self.server_channel(address)
-        return ParameterServerClient(channel, transport=self._transport, member_id=self.member_id, fell_back=self._fell_back)
+        client = ParameterServerClient(channel, transport=self._transport, member_id=self.member_id, fell_back=self._fell_back)
+        self._takeovers.add(client)
+        return client
 
     def insist(self, what: str, call: Callable[[], AnswerT]) -> AnswerT:
         """Repeats an idempotent call while its service cannot be reached.

@@ -205,7 +205,8 @@ class RowReader:
         with self._lock:
             if self._closed.is_set():
                 raise UnavailableError("the sparse tables' servers were left with the job", reason="CLIENT_CLOSED")
-            if address not in self._clients:
+            client = self._clients.get(address)
+            if client is None or client.is_closed:  # another server had the place for a while
                 self._clients[address] = self._job.server_client(address)
             return self._clients[address]
 

@@ -16,8 +16,8 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -28,11 +28,15 @@ MOST_SPANS: Final = 64
 
 _MAGIC: Final = b"shoaltal"
 _SPAN: Final = struct.Struct("<qqqqq")
-_COUNTS: Final = struct.Struct("<qqqqqqqqdd?")
+_COUNTS: Final = struct.Struct("<qqqqqqqqdd?Q")
 _SLOT: Final = struct.Struct(f"<q{_COUNTS.size}s{_SPAN.size}sqI")
+_PUSHING_AT: Final = len(_MAGIC)
 _SLOTS_AT: Final = 64
 _RING_AT: Final = _SLOTS_AT + 2 * 192
-_SIZE: Final = _RING_AT + MOST_SPANS * _SPAN.size
+_KNOWN: Final = struct.Struct("<Qq")
+_KNOWN_AT: Final = _RING_AT + MOST_SPANS * _SPAN.size
+_MOST_KNOWN: Final = 256
+_SIZE: Final = _KNOWN_AT + _MOST_KNOWN * _KNOWN.size
 
 
 class Span(NamedTuple):
@@ -73,6 +77,8 @@ class Counts(NamedTuple):
     """Told last; NaN: none was, or that."""
     asynchronous: bool = False
     """Each worker takes steps of its own (async_sgd): the run's steps and samples are the sum over the workers."""
+    batch: int = 0
+    """Key of the batch whose push was committed last; 0: pushes have none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +90,11 @@ class Tally:
     """The newest ones, oldest first; the last one may go on."""
     spans_before: int
     """How many there were before these."""
+    in_doubt: int = 0
+    """Key of a batch whose push had begun and is not among the commits: a worker that died may have pushed it. 0: none."""
+    known: Mapping[int, int] = field(default_factory=dict)
+    """Samples by key of batches that the servers had from another worker already. They are not among the commits: if that worker
+    committed them, it has counted them; else they are its `in_doubt`."""
 
     @property
     def steps(self) -> int:
@@ -107,6 +118,17 @@ class TallyWriter:
         self._finished = 0
         self._span: Span | None = None
         self._number = 0
+        self._known = 0
+
+    def pushing(self, batch: int) -> None:
+        """A push of the batch with this key begins; 0: none is under way."""
+        struct.pack_into("<Q", self._memory, _PUSHING_AT, batch)
+
+    def known(self, batch: int, samples: int) -> None:
+        """The servers had the batch from another worker already."""
+        self.pushing(0)
+        _KNOWN.pack_into(self._memory, _KNOWN_AT + self._known % _MOST_KNOWN * _KNOWN.size, batch, samples)
+        self._known += 1
 
     def committed(self, counts: Counts, *, generation: int, steps: int) -> None:
         """A step was committed in `generation`; the run has `steps` now."""
@@ -144,4 +166,14 @@ def read_tally(path: Path) -> Tally | None:
     _, counts, span, finished = newest
     kept = range(max(0, finished - MOST_SPANS + 1), finished)  # the oldest one may be being written over
     ring = [Span(*_SPAN.unpack_from(content, _RING_AT + number % MOST_SPANS * _SPAN.size)) for number in kept]
-    return Tally(counts=Counts(*_COUNTS.unpack(counts)), spans=(*ring, Span(*_SPAN.unpack(span))), spans_before=kept.start)
+    told = Counts(*_COUNTS.unpack(counts))
+    (pushing,) = struct.unpack_from("<Q", content, _PUSHING_AT)
+    known = dict(_KNOWN.iter_unpack(content[_KNOWN_AT:_SIZE]))
+    known.pop(0, None)
+    return Tally(
+        counts=told,
+        spans=(*ring, Span(*_SPAN.unpack(span))),
+        spans_before=kept.start,
+        in_doubt=pushing if pushing != told.batch else 0,
+        known=known,
+    )

@@ -99,11 +99,15 @@ class WorkerMetrics:
 
     def generation_formed(self, *, number: int, member_id: str, rank: int, world_size: int, seconds: float) -> None:
         """Notes where this worker stands in a generation, and how long that took to form."""
+        self.entered(number=number, member_id=member_id, rank=rank, world_size=world_size)
+        self.reform_seconds.observe(seconds)
+
+    def entered(self, *, number: int, member_id: str, rank: int, world_size: int) -> None:
+        """Notes where this worker stands in a generation that nobody has to form (async_sgd)."""
         self.placed(member_id=member_id, rank=rank)
         self.generation.set(number)
         self.rank.set(rank)
         self.world_size.set(world_size)
-        self.reform_seconds.observe(seconds)
 
     def placed(self, *, member_id: str, rank: int) -> None:
         """Notes who this worker is now."""

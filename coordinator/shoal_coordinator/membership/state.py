@@ -450,6 +450,19 @@ class JobState:
         return self.population.get(phase, 0)
 
     @property
+    def waits_for(self) -> str:
+        """What training waits for, and why, for people; empty: steps go on, as far as is known."""
+        if self.stall is not None:
+            return self.stall.text
+        if not self.servers_awaited or self.layout is not None or not self.members or self.phase is JobPhase.FINISHED:
+            return ""
+        return (
+            f"training cannot begin: {self.servers_awaited} of {self.spec.servers_to_lay_out} parameter servers have not registered; "
+            f"start each with `shoal-ps-server --job {self.spec.job_id} --coordinator HOST:PORT`, or all with "
+            "`docker compose --profile servers up`"
+        )
+
+    @property
     def is_deserted(self) -> bool:
         """Nobody is in it: no member, no live server."""
         return not self.members and not any(server.alive for server in self.servers.values())

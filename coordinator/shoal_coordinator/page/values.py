@@ -32,7 +32,7 @@ def job_summary(job: ObservedJob) -> dict[str, Any]:
         "generation": state.number,
         "world_size": job.world_size,
         "newest_step": job.newest_step,
-        "waits": state.stall is not None,
+        "waits": bool(state.waits_for),
     }
 
 
@@ -57,7 +57,7 @@ def job_values(job: ObservedJob) -> dict[str, Any]:
         "min_workers": spec.min_workers,
         "max_workers": spec.max_workers,
         "now_unix_ms": job.now.unix_ms,
-        "waits_for": state.stall.text if state.stall is not None else None,
+        "waits_for": state.waits_for or None,
         "newest_step": job.newest_step,
         "without_progress_s": job.without_progress_s,
         "members": shown,

@@ -196,7 +196,7 @@ def job_message(
         now_unix_ms=now_unix_ms,
         ending=JOB_ENDINGS[state.ending],
         ending_reason=state.stop_reason,
-        waits_for=state.stall.text if state.stall is not None else "",
+        waits_for=state.waits_for,
         run=run_message(state.run),
         past_runs=[past_run_message(past) for past in state.past_runs],
         servers_awaited=state.servers_awaited,

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_TELL_EVERY_S: Final = 10.0
 _KILL_TIMEOUT: Final = timedelta(seconds=10)
 _TELL_TIMEOUT: Final = timedelta(seconds=10)
 _NEWS_TIMEOUT: Final = timedelta(seconds=10)
@@ -195,6 +196,7 @@ class Agent:
         self._spawn(self._follow_moves())
         self._spawn(self._kill_those_put_out(self._reporter))
         self._spawn(self._follower.follow(self._ask_for_events))
+        self._spawn(self._tell_missing_servers(self._reporter))
         try:
             await self._site.keep()
         except ShoalError:
@@ -229,6 +231,13 @@ class Agent:
                         f"{now - known[worker]:.0f} s: it hangs, and is killed"
                     )
                     worker.child.kill()
+
+    async def _tell_missing_servers(self, reporter: ExitReporter) -> None:
+        """Says every ten seconds which parameter servers are missing, until the first step is committed."""
+        while not self._follower.account.course.has_begun:
+            await asyncio.sleep(_TELL_EVERY_S)
+            if missing := await self._in_thread(reporter.missing_servers):
+                self._note(f"job {self._settings.job_id}: {missing}")
 
     async def _is_elastic(self) -> bool:
         """Whether workers of this launcher have joined the job, once that is known. While nobody can say it, workers that live stay."""

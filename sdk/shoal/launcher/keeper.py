@@ -21,7 +21,7 @@ _MOST_SHORT_LIVES: Final = 4
 _ASK_EVERY_S: Final = 0.5
 """How often the coordinator is asked whether a script waits for parameter servers, where none was started with the job; and, where it was
 started again, about the job."""
-_NOBODY: Final = "nobody"
+NOBODY: Final = "nobody"
 """Asked about one member, the coordinator leaves out all others."""
 
 
@@ -61,7 +61,7 @@ class ClusterKeeper:
 
     def _servers_awaited(self) -> bool:
         try:
-            return self._cluster.client.get_job(self._cluster.job.job_id, member_id=_NOBODY).servers_awaited > 0
+            return self._cluster.client.get_job(self._cluster.job.job_id, member_id=NOBODY).servers_awaited > 0
         except ShoalError:
             return False  # the coordinator is being started again
 

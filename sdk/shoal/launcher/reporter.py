@@ -16,6 +16,7 @@ from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import DeadlineError, PreconditionError, ShoalError, UnavailableError, UnknownResourceError
 from shoal_protos.v1 import coordinator_pb2 as pb
 
+from shoal.launcher.keeper import NOBODY
 from shoal.launcher.policy import JobEnd
 from shoal.launcher.process import ExitStatus
 
@@ -102,6 +103,15 @@ class ExitReporter:
             return bool(self._client.get_job(self._job_id, member_id=member_id, deadline=_CALL_DEADLINE).member_put_out)
         except ShoalError:
             return False
+
+    def missing_servers(self) -> str:
+        """Returns a line on the parameter servers without which training cannot begin; empty: none is missing, or the coordinator could
+        not be asked. Blocks for 2 s at most."""
+        try:
+            job = self._client.get_job(self._job_id, member_id=NOBODY, deadline=_CALL_DEADLINE)
+        except ShoalError:
+            return ""
+        return job.waits_for if job.servers_awaited else ""
 
     def events(self, after: str) -> list[pb.Event]:
         """What has happened in the job behind the event `after`; "": from the beginning. Blocks for 2 s at most. Raises ShoalError."""

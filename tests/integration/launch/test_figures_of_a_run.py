@@ -152,3 +152,34 @@ def test_a_bar_on_a_terminal_leaves_the_workers_lines_whole_and_can_be_turned_of
     quiet = on_terminal(shell, "run", "--standalone", "--nproc-per-node", "1", "--no-progress", script, "2")
     assert " left" not in quiet
     assert "\x1b[2K" not in quiet
+
+
+ASYNCHRONOUS = """
+import os, signal, time
+import shoal, torch
+from torch.utils.data import TensorDataset
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+model, optimizer = shoal.as_distributed(model, torch.optim.SGD(model.parameters(), 2.0**-8), strategy="async_sgd")
+loader = shoal.ElasticDataLoader(TensorDataset(torch.ones(640, 4)), batch_size=4)
+taken = 0
+for _ in loader.epochs(1):
+    for (rows,) in loader:
+        optimizer.zero_grad()
+        model(rows).mean().backward()
+        optimizer.step()
+        taken += 1
+        time.sleep(0.01)
+        if taken == 20 and os.environ["LOCAL_RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_batch_that_a_killed_worker_had_pushed_counts_once_in_the_figures(shell: Shell) -> None:
+    flags = ("run", "--standalone", "--nproc-per-node", "2", "--servers", "1")
+    status, _, err = shell.run(*flags, shell.script(ASYNCHRONOUS))
+    assert status == 0, err
+    assert "ended with SIGKILL" in err
+    assert re.search(r"^shoal: 160 steps, 640 samples in ", err, re.MULTILINE), err

@@ -305,6 +305,7 @@ class AsyncEngine(Engine):
         batch = self._leases.at_hand(source.name) if source is not None else 0
         iteration = Iteration(clock=clock, revision=self._require_optimizers().look(), gradients=sent, pull=pull, batch=batch, rows=rows)
         others = self._own.progress.waits.of("the bound to the slowest worker") if self._async_options.waits_for_others else nullcontext()
+        self._own.progress.pushing(batch if sent or rows else 0)
         with others:
             pushed = self._require_servers().exchange(iteration)
         failpoint("exchange.done")
@@ -348,7 +349,12 @@ class AsyncEngine(Engine):
         """Once: a joiner goes on where the others are."""
         if self._job is not None:
             if self._job.entered():
-                self._own.metrics.placed(member_id=self._job.member_id, rank=self._job.rank)
+                self._own.metrics.entered(
+                    number=self._job.generation,
+                    member_id=self._job.member_id,
+                    rank=self._job.rank,
+                    world_size=self._job.world_size,
+                )
             if self._handover is not None:
                 self._handover.refresh()
             if source is not None and not self._placed:

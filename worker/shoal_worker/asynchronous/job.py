@@ -5,6 +5,7 @@ Any thread may call; the coordinator's link and client are safe to share.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 from shoal_worker.elastic.generation import Peer
 from shoal_worker.elastic.link import CoordinatorLink
 from shoal_worker.elastic.loader_interface import Drained, StopTraining
+from shoal_worker.elastic.waiting import WaitingLines
 
 _log = logging.getLogger(__name__)
 
@@ -69,6 +71,12 @@ class Job:
         """This worker's rank in it."""
         newest = self._link.newest_generation
         return newest.rank if newest is not None else 0
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of it; 1 before the first one."""
+        newest = self._link.newest_generation
+        return newest.world_size if newest is not None else 1
 
     def peers_before(self) -> list[Peer]:
         """Those in the newest generation that were in one before and have a donor, by rank."""
@@ -196,8 +204,7 @@ class Job:
             StopTraining: this worker is to leave.
         """
         deadline = time.monotonic() + self.patience.total_seconds()
-        backoff = Backoff(longest_s=_LONGEST_BACKOFF_S)
-        told = False
+        backoff, lines = Backoff(longest_s=_LONGEST_BACKOFF_S), WaitingLines()
         while True:
             try:
                 return call()
@@ -207,9 +214,8 @@ class Job:
                     raise self.departure() from error
                 if time.monotonic() >= deadline:
                     raise DeadlineError(f"waited {self.patience.total_seconds():.0f} s for {what}: {error}", reason=error.reason) from error
-                if not told:
-                    _log.info("waiting for %s: %s", what, error)
-                    told = True
+                if self.rank == 0:  # one of all says it
+                    lines.say(what, functools.partial(str, error))
                 wait_s = backoff.next_s(error)
             time.sleep(wait_s)
 

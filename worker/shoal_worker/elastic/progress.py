@@ -99,6 +99,12 @@ class ProgressMeter:
         self._losses = (0, 0, 0.0)
         """Ordinal of the newest loss in the tally, how many finite ones that has, and their sum."""
         self._commits = 0
+        self._known = (0, 0)
+        """Steps and samples that are not in the tally: the servers had their batches from another worker."""
+        self._pushing = 0
+        self._begun_pushes: set[int] = set()
+        """Keys of batches whose push began here and was not committed."""
+        self._pushes_again = False
         self.lost_steps = 0
         """Steps that a fault made void here."""
         self._followers: list[tuple[Callable[[], None], Callable[[int], None]]] = []
@@ -157,12 +163,26 @@ class ProgressMeter:
         if loss is not None:
             self.loss.tell(loss)
 
-    def tally(self, steps: int, samples: int, step_samples: int, *, generation: int, asynchronous: bool) -> None:
+    def pushing(self, batch: int) -> None:
+        """A push to parameter servers of the batch with this key begins; 0: it has none."""
+        self._pushing, self._pushes_again = batch, batch in self._begun_pushes
+        if batch:
+            self._begun_pushes.add(batch)
+        if self.tally_writer is not None:
+            self.tally_writer.pushing(batch)
+
+    def tally(self, steps: int, samples: int, step_samples: int, *, generation: int, asynchronous: bool, known: bool = False) -> None:
         """Writes the step that was committed last where the launcher reads it. `samples` are those of the run, `step_samples` of them this
-        step's; `generation` is the one that the rank works in now."""
+        step's; `generation` is the one that the rank works in now. `known`: the servers had the step's batch already."""
+        self._begun_pushes.discard(self._pushing)
         writer = self.tally_writer
         if writer is None:
             return
+        if known and not self._pushes_again:  # else it may be this worker that had pushed it
+            self._known = self._known[0] + 1, self._known[1] + step_samples
+            writer.known(self._pushing, step_samples)
+            return
+        steps, samples = steps - self._known[0], samples - self._known[1]
         if self._before is None:
             self._before = steps - 1, samples - step_samples
         self._commits += 1
@@ -183,6 +203,7 @@ class ProgressMeter:
                 loss_sum=loss_sum,
                 loss=loss,
                 asynchronous=asynchronous,
+                batch=self._pushing,
             ),
             generation=generation,
             steps=steps,

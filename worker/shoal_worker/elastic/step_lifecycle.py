@@ -464,7 +464,14 @@ class StepLifecycle:
             held.operations.committed()
         self._progress.committed(steps=held.steps, samples=samples, loss=step.mean_loss)
         own = held.engine.asynchronous
-        self._progress.tally(held.steps, held.samples, held.samples - before, generation=self._borders.generation, asynchronous=own)
+        self._progress.tally(
+            held.steps,
+            held.samples,
+            held.samples - before,
+            generation=self._borders.generation,
+            asynchronous=own,
+            known=step.known,
+        )
         self._borders.committed(step)
 
     def _lose(self, step: Step) -> None:

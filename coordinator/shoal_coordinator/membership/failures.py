@@ -11,7 +11,7 @@ from shoal_common.errors import InvalidRequestError
 from shoal_coordinator.membership.draft import Draft
 from shoal_coordinator.membership.effects import Record, SendStop
 from shoal_coordinator.membership.events import CollectiveFailed, Ending, MemberLost
-from shoal_coordinator.membership.forming import holds_state
+from shoal_coordinator.membership.forming import holds_state, named
 from shoal_coordinator.membership.joining import finished_steps, has_place, live_member
 from shoal_coordinator.membership.leaving import member_lost
 from shoal_coordinator.membership.pulse import Pulse
@@ -179,14 +179,15 @@ def _quarantine(draft: Draft, pairs: list[Pair]) -> None:
             continue
         kept_out, other = _higher_rank_first(draft, first, second)
         reason = f"it and {other.member_id} accused each other {count} times"
-        held = holds_state(draft, kept_out)
+        held, rank = holds_state(draft, kept_out), draft.place_of(kept_out.member_id)
         draft.put_member(replace(kept_out, phase=MemberPhase.QUARANTINED, reason=reason, apart_from=other.member_id, holds_state=held))
         draft.unplaced[kept_out.member_id] = None
         longest_ms = draft.policy.kept_out_ms << min(count - draft.policy.quarantine_after, 16)
         until_ms = draft.now.ms + min(longest_ms, draft.policy.longest_kept_out_ms)
         draft.kept_out_until_ms = {**draft.kept_out_until_ms, kept_out.member_id: until_ms}
+        attributes = {"reason": reason, "rank": "" if rank is None else str(rank), "who": named(kept_out.identity, rank)}
         draft.records.append(
-            Record(kind="member_quarantined", generation=draft.number, member_id=kept_out.member_id, attributes={"reason": reason})
+            Record(kind="member_quarantined", generation=draft.number, member_id=kept_out.member_id, attributes=attributes)
         )
 
 

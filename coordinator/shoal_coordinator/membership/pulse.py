@@ -30,6 +30,8 @@ class Progress:
     waiting_in: str = ""
     busy_time_s: float = 0.0
     cpu_s: float = 0.0
+    server_wait_s: float = 0.0
+    awaited_server: str = ""
     busy_link: tuple[int, float] | None = None
     """Rank and bytes a second."""
     out_of_reach: tuple[int, ...] = ()

@@ -100,6 +100,8 @@ def _put_out_hung(draft: Draft, places: Sequence[Place]) -> None:
     waited_ms = min(place.waited_ms for place in waiting)
     if working and waited_ms >= stall_ms - draft.spec.unheard_ms:
         for place in working:
+            if place.pulse.progress.server_wait_s:
+                continue  # it does not hang: that wait has a deadline of its own
             if now_ms - place.pulse.active_ms > stall_ms and place.pulse.progress.cpu_s > 0:
                 detail = f"no progress and no processor time for {stall_ms} ms, while all others waited for it"
                 member_lost(draft, MemberLost(member_id=place.member_id, ending=Ending.STALLED, detail=detail))
@@ -136,6 +138,8 @@ def _what_it_does(draft: Draft, place: Place) -> str:
     still_s, idle_s = (draft.now.ms - place.pulse.moved_ms) // 1000, (draft.now.ms - place.pulse.active_ms) // 1000
     if place.pulse.generation < draft.number:
         return f"which has not come to it from generation {place.pulse.generation}"
+    if (waited_s := int(place.pulse.progress.server_wait_s)) > 0:
+        return f"which has waited {waited_s} s for {place.pulse.progress.awaited_server}"
     idle = f" and no processor time for {idle_s} s" if idle_s >= 5 and place.pulse.progress.cpu_s > 0 else ""
     return f"which is in its own code, without progress for {still_s} s{idle}"
 

@@ -149,6 +149,8 @@ def parse_heartbeat(message: pb.Heartbeat) -> tuple[int, Progress]:
         waiting_in=told.waiting_in[:_LONGEST_NAME] or "a collective",
         busy_time_s=_seconds(told.busy_time_s),
         cpu_s=_seconds(told.cpu_s),
+        server_wait_s=_seconds(told.server_wait_s),
+        awaited_server=told.awaited_server[:_LONGEST_NAME] or "a parameter server",
         busy_link=(told.busy_link.rank, told.busy_link.bytes_per_s) if told.HasField("busy_link") else None,
         in_reach=message.in_reach,
         spare=message.spare,

@@ -25,7 +25,7 @@ _IDLE_NS: Final = 1_000_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Pause:
-    """A standstill by people or faults: who came or went, and how long no step was committed."""
+    """A standstill by people or faults: who came or went, or why a step stood, and how long no step was committed."""
 
     standstill: Standstill
     changes: tuple[Change, ...]
@@ -138,7 +138,7 @@ class RunAccount:
         self._standing: list[Standstill] = []
         """Standstills of which nobody has said yet what they are by."""
         self._servers: list[tuple[int, Change]] = []
-        """Parameter servers that were lost, with the moment in which that was heard."""
+        """Parameter servers that were lost, and steps that stood, with the moment in which that was heard."""
         self._asked_ns = 0
 
     def take(self, tallies: Mapping[str, Tally], now_ns: int, *, settle: bool = False) -> None:
@@ -170,6 +170,7 @@ class RunAccount:
             lost = [entry for entry in self._servers if _meet(entry[0], standstill)]
             self._servers = [entry for entry in self._servers if entry not in lost]
             changes += [change for _, change in lost]
+            changes = [change for change in changes if not change.stood] or changes  # what happened says more
             if not changes and standstill.generation > max(standstill.before, self.changes.generation):
                 kept.append(standstill)  # the coordinator was away
                 continue

@@ -29,20 +29,24 @@ class JobEvent(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What makes one generation of the one before; or what happened to a parameter server."""
+    """What makes one generation of the one before; or what happened to a parameter server, or why a step stood."""
 
     generation: int
-    """The new one's number; 0: it is about a parameter server."""
+    """The new one's number; 0: there is no new one."""
     world_size: int = 0
     """Ranks of the new generation."""
     faults: tuple[str, ...] = ()
     """Who was lost and how, a line each."""
     joins: tuple[str, ...] = ()
     leaves: tuple[str, ...] = ()
+    stood: str = ""
+    """Why a step stood, where nobody came or went."""
 
     @property
     def text(self) -> str:
         """One line without an end."""
+        if self.stood:
+            return self.stood
         told = [*self.faults, *(f"{who} joined" for who in self.joins), *(f"{who} left" for who in self.leaves)]
         return "; ".join(told) or f"the ranks changed (generation {self.generation})"
 
@@ -86,6 +90,11 @@ class Changes:
                 how = endings.get(event.member_id) or _how(told.get("detail", ""))
                 self._lost.append(f"{told.get('who') or f'member {event.member_id}'} {how}")
                 self.faults += 1
+            case "member_quarantined" if told.get("rank"):
+                self._lost.append(f"{told.get('who') or f'member {event.member_id}'} was kept out: {told.get('reason', '')}")
+                self.faults += 1
+            case "step_stands" if not self._is_over:
+                self.found.append(Change(generation=0, stood=told.get("reason", "")))
             case "member_left" if told.get("rank") and told.get("ending") in _LEAVES and not self._is_over:
                 self._left.append(told.get("who") or f"member {event.member_id}")
             case "server_lost" if not self._is_over:

@@ -146,10 +146,22 @@ class Course:
     @property
     def usual_step_s(self) -> float:
         """Seconds from one commit to the next where training did not stand still; 0: not known."""
+        moved, intervals = self._moved
+        return max(0.0, moved) / intervals if intervals > 0 else 0.0
+
+    @property
+    def _moved(self) -> tuple[float, int]:
+        """Seconds in which training did not stand still, and how many intervals between commits are in them."""
         moved = self.seconds - sum(standstill.seconds for standstill in self.standstills)
         undone = sum(standstill.undone for standstill in self.standstills)
-        intervals = self.steps - self.steps_before - 1 + undone - len(self.standstills)
-        return max(0.0, moved) / intervals if intervals > 0 else 0.0
+        return moved, self.steps - self.steps_before - 1 + undone - len(self.standstills)
+
+    def _is_long(self, apart_ns: int) -> bool:
+        """Whether so much time between two commits is no step, by all the others."""
+        moved, intervals = self._moved
+        if apart_ns < LONG_GAP_NS or intervals < 2:
+            return False
+        return apart_ns > OUTLIES * 1e9 * max(0.0, moved - apart_ns / 1e9) / (intervals - 1)
 
     @property
     def began_ns(self) -> int:
@@ -201,8 +213,7 @@ class Course:
                 continue
             apart = span.first_ns - until.last_ns
             changed = span.generation != until.generation and not self.asynchronous  # else they do not wait for each other
-            long = apart >= LONG_GAP_NS and apart > OUTLIES * self.usual_step_s * 1e9  # steps may take as long
-            if long or (apart > 0 and changed):
+            if self._is_long(apart) or (apart > 0 and changed):
                 found.append(self._standstill(until, span))
             if span.last_ns >= until.last_ns:
                 self._until = span

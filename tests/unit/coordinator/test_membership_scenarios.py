@@ -229,13 +229,17 @@ class Story:
         unreached: str = "",
         reaches: str = "",
         spare: str = "",
+        server: str = "0",
     ) -> None:
-        """Heartbeats; `waited`, `step` (the time of one) and `busy` in seconds, `link`=rank:bytes-per-second, `unreached`=ranks."""
+        """Heartbeats; `waited`, `step` (the time of one), `busy` and `server` (the wait for one) in seconds,
+        `link`=rank:bytes-per-second, `unreached`=ranks."""
         progress = Progress(
             sequence=int(sequence),
             waiting_s=float(waited),
             waiting_in="all_reduce",
             cpu_s=float(cpu),
+            server_wait_s=float(server),
+            awaited_server="parameter server 0 at h9:7100",
             step_time_s=float(step),
             busy_time_s=float(busy),
             in_reach=bool(reaches),

@@ -159,6 +159,50 @@ def test_an_evaluation_is_no_pause(run: Run) -> None:
     assert run.account.status.left.total_seconds() == pytest.approx(0.7)  # 70 steps of 10 ms
 
 
+def test_a_standstill_that_the_coordinator_explains_is_a_pause_although_nobody_came_or_went(run: Run) -> None:
+    run.join("a")
+    run.steps(1, 4, "a", generation=1)
+    run.look()
+    run.clock.ns += 12_000 * MS
+    stands = Event(kind="step_stands", generation=1, attributes={"reason": "rank 0 (vm) has waited 10 s in all_reduce for rank 1 (vm)"})
+    assert run.account.explain([FORMED, stands], {}, run.clock.ns) == []
+    run.clock.ns += 8_000 * MS
+    run.steps(5, 8, "a", generation=1)
+    run.look(settle=True)
+    (line,) = run.account.explain([], {}, run.clock.ns)
+    assert line == "rank 0 (vm) has waited 10 s in all_reduce for rank 1 (vm): training stood still for 20.010 s"
+    figures = run.account.figures
+    assert (figures.faults, figures.longest_pause_s) == (0, pytest.approx(20.01))
+    assert figures_lines(figures)[1].startswith("0 faults, 0 joins, 0 leaves: 1 pause, 20.010 s in all")
+
+
+def test_a_lost_server_is_told_with_its_pause_soon_after_the_beginning(run: Run) -> None:
+    run.join("a")
+    run.steps(1, 4, "a", generation=1)
+    run.look()
+    run.clock.ns += 11_000 * MS
+    lost = Event(kind="server_lost", attributes={"server_id": "server-0"})
+    run.account.explain([FORMED, lost], {}, run.clock.ns)
+    run.clock.ns += 9_000 * MS
+    run.steps(5, 8, "a", generation=1)
+    run.look(settle=True)
+    assert run.account.explain([], {}, run.clock.ns) == ["parameter server server-0 was lost: training stood still for 20.010 s"]
+
+
+def test_a_rank_that_is_kept_out_counts_as_a_fault(run: Run) -> None:
+    run.join("a")
+    run.steps(1, 20, "a", generation=1)
+    run.clock.ns += 30_000 * MS
+    run.steps(21, 40, "a", generation=2)
+    run.look(settle=True)
+    told = {"rank": "1", "who": "rank 1 (pid 7 on vm)", "reason": "it and a accused each other 2 times"}
+    kept_out = Event(kind="member_quarantined", generation=1, member_id="b", attributes=told)
+    formed = Event(kind="generation_formed", generation=2, attributes={"world_size": "1"})
+    (line,) = run.account.explain([FORMED, kept_out, formed], {}, run.clock.ns)
+    assert line.startswith("rank 1 (pid 7 on vm) was kept out: it and a accused each other 2 times: training stood still for 30.")
+    assert run.account.figures.faults == 1
+
+
 def test_steps_of_seconds_are_no_pauses_and_give_the_time_left(run: Run) -> None:
     run.join("a")
     for step in range(1, 31):

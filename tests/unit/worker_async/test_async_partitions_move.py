@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import SimpleNamespace
@@ -73,9 +73,10 @@ class Client:
 
     def __init__(self, cluster: Cluster, server: int) -> None:
         self._cluster, self._server = cluster, server
+        self.is_closed = False
 
     def close(self) -> None:
-        pass
+        self.is_closed = True
 
     def get_server(self, member_id: str = "") -> pb.GetServerResponse:
         mine = [(number, each) for number, each in enumerate(self._cluster.held) if self._cluster.owners[number] == self._server]
@@ -134,6 +135,7 @@ def member_of(cluster: Cluster) -> Iterator[tuple[ParameterServers, Mapping[str,
         leaving=False,
         straggler_patience=timedelta(seconds=9),
         shard_map=cluster.shard_map,
+        waits_for=lambda server: nullcontext(),
         server_client=lambda address: cast(ParameterServerClient, Client(cluster, int(address.split(":")[0][-1]))),
     )
     servers = ParameterServers(

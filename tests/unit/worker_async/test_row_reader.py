@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import cast
@@ -16,7 +17,7 @@ from shoal_worker.asynchronous.row_reader import RowReader
 
 @pytest.fixture
 def reader() -> Iterator[RowReader]:
-    job = cast(Job, SimpleNamespace(leaving=False, shard_map=lambda: None))
+    job = cast(Job, SimpleNamespace(leaving=False, shard_map=lambda: None, waits_for=lambda server: nullcontext()))
     reader = RowReader(job, pb.ShardMap(), patience=timedelta(minutes=10))
     yield reader
     reader.close()

@@ -151,6 +151,7 @@ class AsyncEngine(Engine):
             transport=settings.server_transport,
             fell_back=lambda transport: self._own.metrics.transports_lost.labels(transport).inc(),
         )
+        self._own.progress.server_waits = job.server_wait
         if membership is not None:
             self._job, self._leases = job, CoordinatorLeases(job, ahead=self._async_options.lease_ahead)
             if self._own.donor is not None:

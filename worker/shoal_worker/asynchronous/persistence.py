@@ -63,6 +63,11 @@ class Persistence:
         Raises ShardMapChanged when partitions have moved, DeadlineError when the server was away for longer than `server_timeout`, and what
         no repetition can cure.
         """
+        server = self._connection
+        with self._job.waits_for(f"parameter server {server.share.index} at {server.address}"):
+            return self._insist(method, attempt)
+
+    def _insist(self, method: str, attempt: Callable[[], AnswerT]) -> AnswerT:
         away_since: float | None = None
         backoff = Backoff(longest_s=_LONGEST_BACKOFF_S)
         while True:

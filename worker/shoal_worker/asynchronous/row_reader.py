@@ -76,6 +76,10 @@ class RowReader:
     def insist(self, attempt: Callable[[], AnswerT]) -> AnswerT:
         """Repeats what asks servers while one is away, or while buckets move; before each repetition it is looked where they are. Raises as
         `read`."""
+        with self._job.waits_for("parameter servers of sparse tables"):
+            return self._insist(attempt)
+
+    def _insist(self, attempt: Callable[[], AnswerT]) -> AnswerT:
         away_since: float | None = None
         backoff = Backoff(longest_s=_LONGEST_BACKOFF_S)
         while True:

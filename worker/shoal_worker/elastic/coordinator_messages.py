@@ -144,5 +144,7 @@ def progress_message(progress: Progress) -> pb.Progress:
         waiting_in=progress.waiting_in,
         busy_time_s=progress.busy_time_s,
         cpu_s=progress.cpu_s,
+        server_wait_s=progress.server_wait_s,
+        awaited_server=progress.awaited_server,
         busy_link=pb.BusyLink(rank=busy.rank, bytes_per_s=busy.bytes_per_s) if busy is not None else None,
     )

@@ -61,6 +61,10 @@ class Progress:
     """The part of `step_time_s` in which this rank did not wait for its peers."""
     cpu_s: float = 0.0
     """Processor time that the process and its children have used."""
+    server_wait_s: float = 0.0
+    """For how long this worker has waited for a parameter server without a break; 0: it does not wait."""
+    awaited_server: str = ""
+    """Which one, for people."""
     busy_link: BusyLink | None = None
 
 
@@ -88,6 +92,8 @@ class ProgressMeter:
         self._cpu = ProcessorTime(clock)
         self.waits = Waits(clock)
         """Notes when this rank waits for its peers."""
+        self.server_waits: Callable[[], tuple[float, str]] = lambda: (0.0, "")
+        """Returns for how many seconds a parameter server has been waited for, and which. Set by who speaks to servers."""
         self.epoch = 0
         """The epoch of the loader in use; set by the session's owner."""
         self.steps_in_all = 0
@@ -212,6 +218,7 @@ class ProgressMeter:
     def snapshot(self) -> Progress:
         """Returns how far this worker is now. While no step ends, the rate falls and the time of a step grows."""
         waiting_s, waiting_in = self.waits.now
+        server_wait_s, awaited_server = self.server_waits()
         with self._lock:
             now = self._clock()
             running_s = now - self._last_commit if self._last_commit is not None else 0.0
@@ -237,6 +244,8 @@ class ProgressMeter:
                 waiting_in=waiting_in,
                 busy_time_s=busy_s,
                 cpu_s=self._cpu.seconds(),
+                server_wait_s=server_wait_s,
+                awaited_server=awaited_server,
             )
 
 

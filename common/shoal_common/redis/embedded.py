@@ -298,7 +298,9 @@ def _lock_directory(directory: Path) -> int:
         directory.mkdir(parents=True, exist_ok=True)
         lock = os.open(directory / "shoal.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise ConfigurationError(f"the embedded Redis server cannot keep its data in {directory}: {error}") from error
+        raise ConfigurationError(
+            f"the embedded Redis server cannot keep its data in {directory}: {error}; name a directory that can be written to"
+        ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -198,7 +198,7 @@ def open_session(settings: WorkerSettings | None = None) -> Session:
 def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetrics) -> Session:
     """The session of a member of a job. What was opened for it is closed again if it does not become one: the script may try once more."""
     with ExitStack() as undo:
-        http = serve_metrics(settings.metrics_listen, metrics.registry) if settings.metrics_listen is not None else None
+        http = _serve(settings.metrics_listen, metrics)
         if http is not None:
             undo.callback(http.close)
         own = OwnAddress.find(settings.local_addr, settings.listen_addr, towards=_endpoint(coordinator))
@@ -234,6 +234,17 @@ def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetr
     set_session(session)
     at_end.install()
     return session
+
+
+def _serve(listen: str | None, metrics: WorkerMetrics) -> HttpServer | None:
+    """Serves this worker's metrics if `listen` says where. Training does not fail for want of a port for what people look at."""
+    if listen is None:
+        return None
+    try:
+        return serve_metrics(listen, metrics.registry)
+    except ConfigurationError as error:
+        _log.warning("this worker serves no metrics: %s; set SHOAL_METRICS_LISTEN to a free port, or run with --no-metrics", error)
+        return None
 
 
 def _tally(settings: WorkerSettings) -> TallyWriter | None:

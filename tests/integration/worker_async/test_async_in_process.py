@@ -41,6 +41,15 @@ def test_alone_in_its_job_a_worker_takes_the_steps_of_the_torch_optimizer(sessio
     assert optimizer.state == {}
 
 
+def test_the_metrics_name_the_generation_in_which_a_worker_trains(session: Session) -> None:
+    model, optimizer = distributed()
+    backward(model)
+    optimizer.step()
+    registry = session.metrics.registry
+    found = {name: registry.get_sample_value(f"shoal_worker_{name}") for name in ("generation", "rank", "world_size")}
+    assert found == {"generation": 1, "rank": 0, "world_size": 1}
+
+
 def test_a_gradient_that_is_not_finite_is_not_sent_and_the_batch_can_be_left_out(session: Session, running: AsyncCluster) -> None:
     model, optimizer = distributed()
     backward(model)

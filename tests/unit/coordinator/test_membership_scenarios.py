@@ -423,9 +423,11 @@ def told_piece(layout: ShardLayout, piece: Piece) -> str:
 
 
 def told_record(record: fx.Record) -> str | None:
-    """Entries of the event log that tell of moves."""
+    """Entries of the event log that tell of moves, and of who is kept out."""
     said = record.attributes
     match record.kind:
+        case "member_quarantined":
+            return f"member_quarantined: {said['who']}, rank {said['rank']}"
         case "server_draining" | "server_drained":
             return f"{record.kind}: {said['server_id']}"
         case "partitions_moved":

@@ -232,6 +232,30 @@ def test_who_leaves_a_run_that_goes_on_has_left_it_and_all_together_have_not(run
     assert run.account.figures.leaves == 1
 
 
+def test_a_batch_found_on_the_servers_counts_where_the_worker_that_pushed_it_did_not_live_to_count_it(tmp_path) -> None:
+    account, clock = RunAccount(), Clock()
+    writers = {name: TallyWriter(tmp_path / name, clock_ns=clock) for name in "ab"}
+
+    def push(name: str, commits: int, batch: int) -> None:
+        writers[name].pushing(batch)
+        counts = Counts(commits=commits, samples=4 * commits, asynchronous=True, batch=batch)
+        writers[name].committed(counts, generation=1, steps=commits)
+
+    first, second, third, fourth = 2**64 - 1, 2**63, 7, 8  # keys have 64 bits
+    push("a", 1, first)
+    push("a", 2, second)
+    writers["a"].pushing(third)  # it is killed: the servers may have it
+    push("b", 1, fourth)
+    tallies = lambda: {name: tally for name in writers if (tally := read_tally(tmp_path / name)) is not None}  # noqa: E731
+    account.take(tallies(), clock.ns)
+    assert (account.figures.steps, account.figures.samples) == (3, 12)
+    for batch in (second, third):  # both are dealt to b, which finds them there
+        writers["b"].pushing(batch)
+        writers["b"].known(batch, 4)
+    account.take(tallies(), clock.ns, settle=True)
+    assert (account.figures.steps, account.figures.samples) == (4, 16)
+
+
 def test_of_a_tally_that_is_torn_the_commit_before_is_read(tmp_path) -> None:
     path = tmp_path / "tally"
     writer = TallyWriter(path)

@@ -181,6 +181,8 @@ def test_a_push_to_a_frozen_primary_is_sent_again_as_soon_as_its_backup_has_take
     before, frozen = pair.status(PRIMARY), pair.process(PRIMARY)
     frozen.process.kill(signal.SIGSTOP)
     worker.go(4)
+    waited = eventually(lambda: next((m.progress for m in running.job().members if m.progress.server_wait_s > 1), None), "a wait")
+    assert waited.awaited_server == f"parameter server 0 at {before.address}"
     pair.wait_replaced(before)
     replaced_at = time.monotonic()
     worker.wait_step(6)

@@ -178,13 +178,13 @@ def test_a_standstill_that_the_coordinator_explains_is_a_pause_although_nobody_c
 
 def test_a_lost_server_is_told_with_its_pause_soon_after_the_beginning(run: Run) -> None:
     run.join("a")
-    run.steps(1, 4, "a", generation=1)
+    run.steps(1, 2, "a", generation=1)
     run.look()
     run.clock.ns += 11_000 * MS
     lost = Event(kind="server_lost", attributes={"server_id": "server-0"})
     run.account.explain([FORMED, lost], {}, run.clock.ns)
     run.clock.ns += 9_000 * MS
-    run.steps(5, 8, "a", generation=1)
+    run.steps(3, 4, "a", generation=1)
     run.look(settle=True)
     assert run.account.explain([], {}, run.clock.ns) == ["parameter server server-0 was lost: training stood still for 20.010 s"]
 

@@ -40,7 +40,7 @@ from shoal_worker.elastic.loader_interface import (
 )
 from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.progress import ProgressMeter
-from shoal_worker.elastic.replicas_compared import compare_replicas
+from shoal_worker.elastic.replicas_compared import compare_after_step
 from shoal_worker.elastic.return_to_checkpoint import ReturnToCheckpoint
 from shoal_worker.elastic.step import Step, StepPhase, not_finished
 from shoal_worker.metrics import WorkerMetrics
@@ -58,12 +58,13 @@ class StepLifecycle:
         formation: Formation | None,
         departure: Departure,
         *,
-        operation: Callable[[str], object],
+        compare: Callable[[str], str | None],
         progress: ProgressMeter,
         metrics: WorkerMetrics,
         drain_grace: timedelta = timedelta(0),
     ) -> None:
-        """`formation`: None in a world of one. `operation(kind)` returns when all ranks have called it. `drain_grace`: see `Borders`."""
+        """`formation`: None in a world of one. `compare`: an operation of the given kind, in which ranks compare what they hold in
+        common; returns what differs. `drain_grace`: see `Borders`."""
         self._held = held
         self._borders = Borders(held, formation, drain_grace=drain_grace)
         self.returning = ReturnToCheckpoint(held, self._borders)
@@ -74,7 +75,7 @@ class StepLifecycle:
         """Came while the survivors asked each other about the step in progress."""
         self.diverged: str | None = None
         """What ranks hold in common was found to differ: no further step counts, whatever the script does with the error."""
-        self._operation = operation
+        self._compare = compare
         self._progress = progress
         self._metrics = metrics
 
@@ -247,7 +248,9 @@ class StepLifecycle:
     def end_epoch(self, source: StepSource) -> None:
         """See `LoaderSession`."""
         if self._held.has_engine and not self._held.engine.asynchronous and self._departure.stopped is None:
-            self._operation("end of epoch")
+            self.diverged = self.diverged or self._compare("end of epoch")
+            if self.diverged is not None:
+                raise self._divergence(self.diverged)
 
     def lease_batches(
         self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int, at_hand: int | None = None
@@ -426,8 +429,8 @@ class StepLifecycle:
             self._held.batches.compare(group, step.placement)
 
     def _compare_replicas(self) -> None:
-        """After every so many steps. Raises PreconditionError (REPLICAS_DIVERGED), on all ranks."""
-        self.diverged = compare_replicas(self._held, self._borders.group)
+        """After some steps. Raises PreconditionError (REPLICAS_DIVERGED), on all ranks."""
+        self.diverged = compare_after_step(self._held, self._borders.group)
         if self.diverged is not None:
             raise self._divergence(self.diverged)
 

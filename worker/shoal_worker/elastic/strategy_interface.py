@@ -129,9 +129,9 @@ class TrainingEngine(Protocol):
         """After how many steps ranks compare what they hold in common; 0: never."""
         ...
 
-    def in_common(self) -> Mapping[str, int]:
-        """Digests of what this rank holds that others hold as well, after a step that all have applied, by a name that says what it is of:
-        equal on all ranks that hold it."""
+    def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """What this rank holds that others hold as well, after a step that all have applied: tensors by name, in groups that a rank holds
+        as a whole or not at all. Equal on all ranks that hold them. Shares memory with the state."""
         ...
 
     def capture(self) -> dict[str, Any]:

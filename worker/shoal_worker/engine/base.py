@@ -423,7 +423,7 @@ class Engine(abc.ABC):
         """What the configuration says."""
         return self.config.consistency_check_every
 
-    def in_common(self) -> Mapping[str, int]:
+    def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Nothing that others hold."""
         return {}
 

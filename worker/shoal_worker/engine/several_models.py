@@ -149,9 +149,9 @@ class SeveralEngines:
 
     # --------------------------------------------------------------------------------------------------------- each for itself
 
-    def in_common(self) -> Mapping[str, int]:
+    def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         told = enumerate(engine.in_common() for engine in self._engines)
-        return {f"{label}, of model {number}": digest for number, each in told for label, digest in each.items()}
+        return {f"{label}, of model {number}": tensors for number, each in told for label, tensors in each.items()}
 
     def has_values(self) -> bool:
         return all(engine.has_values() for engine in self._engines)

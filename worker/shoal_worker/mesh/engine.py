@@ -439,7 +439,7 @@ class MeshEngine(MeshPasses):
         whole = self._held.assemble(channel)
         return whole | {"buffers": unsaved} if unsaved else whole
 
-    def in_common(self) -> Mapping[str, int]:
+    def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """See `TrainingEngine`: this rank's part, with the other replicas' ranks that hold the same."""
         return self._held.in_common() if self._mesh is not None else {}
 

@@ -124,6 +124,9 @@ class Model:
     def keep_two_copies(self, channel: Channel, leaving: Any = ()) -> None:
         pass
 
+    def check_optimizer_state(self) -> None:
+        """It has no optimizer."""
+
     def capture(self) -> dict[str, Any]:
         return {"model": self.module.state_dict()}
 

@@ -205,7 +205,7 @@ class AsyncEngine(Engine):
         """The module's forward pass, with the values pulled last."""
         if self.module.training and torch.is_grad_enabled():
             self._session.ensure_step()
-        return self._setup.call(*args, **kwargs)
+        return self._compute(*args, **kwargs)
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
         """Forward, loss and backward. Returns the loss of this worker's batch: there is no common one."""

@@ -363,6 +363,7 @@ class HeldState:
         yield
         self._loops_to_enter = loops
         self.registered.step_void()
+        self.registered.keep_for_redo()
         self.phase.go_back()
 
     def unclaimed(self) -> list[str]:

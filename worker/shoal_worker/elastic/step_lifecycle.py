@@ -45,6 +45,7 @@ from shoal_worker.elastic.return_to_checkpoint import ReturnToCheckpoint
 from shoal_worker.elastic.step import Step, StepPhase, not_finished
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.randomness import seed_generators
+from shoal_worker.state.tree import flatten
 
 _log = logging.getLogger(__name__)
 
@@ -66,6 +67,8 @@ class StepLifecycle:
         """`formation`: None in a world of one. `compare`: an operation of the given kind, in which ranks compare what they hold in
         common; returns what differs. `drain_grace`: see `Borders`."""
         self._held = held
+        self._elastic = formation is not None
+        self._state_checked = False
         self._borders = Borders(held, formation, drain_grace=drain_grace)
         self.returning = ReturnToCheckpoint(held, self._borders)
         self._departure = departure
@@ -118,6 +121,7 @@ class StepLifecycle:
     def _begin(self, source: StepSource | None) -> Step:
         """Settles the border, and begins a step."""
         self._held.step = None
+        self._held.registered.put_back_again()
         self.before_step()
         if self._departure.stopped is not None:
             raise StopTraining(self._departure.stopped)
@@ -166,7 +170,7 @@ class StepLifecycle:
             share = dataclasses.replace(share, total_weight=summed[0] if summed is not None else max(share.weight, 1.0))
         step.share = share
         step.handed_out = True
-        self._held.registered.step_taken()
+        self._held.registered.step_taken(may_be_lost=self._elastic and not self._held.engine.asynchronous)
         if self._held.phase.replaying:
             step.first_live = True
             self._held.phase.arrive()
@@ -369,6 +373,7 @@ class StepLifecycle:
             raise step.refused
         self._apply(apply)
         self._commit(step)
+        self._check_state_travels()
         failpoint("session.after_commit")
         if step.control is not None:
             self._compare_batches(step)
@@ -406,6 +411,21 @@ class StepLifecycle:
         failpoint("session.after_apply")
         if here:
             held.phase.mend()
+
+    def _check_state_travels(self) -> None:
+        """After the first step that this process commits, which makes the optimizer's state. Raises ConfigurationError (STATE_UNSUPPORTED):
+        it could not be sent to a joiner, and this rank would fail in the attempt."""
+        if self._state_checked or not self._elastic or self._held.engine.asynchronous:
+            return
+        self._state_checked = True
+        try:
+            self._held.engine.check_optimizer_state()
+            flatten(self._held.capture())
+        except ConfigurationError as error:
+            raise ConfigurationError(
+                f"{error}. The state goes to workers that join, and into checkpoints, so a run cannot go on with one that cannot be sent",
+                reason=error.reason,
+            ) from error
 
     def steps_apart(self, step: Step) -> PreconditionError:
         """The error for ranks that did not mean the same step, or one model's own within it. All ranks call it."""

@@ -134,6 +134,11 @@ class TrainingEngine(Protocol):
         as a whole or not at all. Equal on all ranks that hold them. Shares memory with the state."""
         ...
 
+    def check_optimizer_state(self) -> None:
+        """Raises ConfigurationError (STATE_UNSUPPORTED), which names the parameter and the entry: the optimizer keeps something that cannot
+        be sent to a rank that joins, or saved."""
+        ...
+
     def capture(self) -> dict[str, Any]:
         """The committed state of model and optimizer, buffers included. Shares memory with them."""
         ...

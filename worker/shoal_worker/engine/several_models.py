@@ -153,6 +153,10 @@ class SeveralEngines:
         told = enumerate(engine.in_common() for engine in self._engines)
         return {f"{label}, of model {number}": tensors for number, each in told for label, tensors in each.items()}
 
+    def check_optimizer_state(self) -> None:
+        for engine in self._engines:
+            engine.check_optimizer_state()
+
     def has_values(self) -> bool:
         return all(engine.has_values() for engine in self._engines)
 

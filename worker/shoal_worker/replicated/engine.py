@@ -104,7 +104,7 @@ class ReplicatedEngine(Engine):
         Outputs may have any form. Parameters that take no part in the pass are no error, also where they differ by rank.
         """
         reduces = self.module.training and torch.is_grad_enabled() and self._begin_pass()
-        output = self._setup.call(*args, **kwargs)
+        output = self._compute(*args, **kwargs)
         if reduces:
             self._follow(output)
         return output

@@ -209,9 +209,7 @@ def trains_by_one_that_calls_forward(model: Any, optimizer: Any, batches: Batche
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(
-    "loop", [trains_by_a_registered_method, mixes_a_registered_method_with_forward, trains_by_one_that_calls_forward]
-)
+@pytest.mark.parametrize("loop", [trains_by_a_registered_method, mixes_a_registered_method_with_forward, trains_by_one_that_calls_forward])
 @pytest.mark.parametrize("strategy", ["ddp", *CUT])
 def test_a_pass_through_a_registered_method_counts_as_one_through_the_model(strategy: str, loop: Loop) -> None:
     assert_as_in_one_process(strategy, loop)

@@ -107,6 +107,8 @@ class Block:
         self.units = units
         self.open = 0
         """Forward passes through it that no backward pass has come out of."""
+        self.passes_gradients = False
+        """A backward pass may go through what it computes: it has trained parameters, or inputs that want a gradient."""
 
 
 class ShardedExecution:
@@ -370,7 +372,8 @@ class ShardedExecution:
             return
         if torch.is_grad_enabled():
             block.open += 1
-            when_gradients_come(inputs, lambda _: self._after_backward_of(block), mode="all")
+            follows = when_gradients_come(inputs, lambda _: self._after_backward_of(block), mode="all")
+            block.passes_gradients = follows or any(unit.trained for unit in block.units)
         if block is not self._order_at(len(self._visited)):
             del self._order[len(self._visited) :]
             self._order.append(block)
@@ -387,11 +390,13 @@ class ShardedExecution:
             return
         if is_root:
             self._root_forwards -= 1
-        if torch.is_grad_enabled():
-            when_gradients_come(output, lambda _: self._before_backward(block), mode="any")
-        else:
-            is_root = False  # nobody will come back to it
-        if not is_root and not self.pinned:
+        stays = is_root or self.pinned
+        if not torch.is_grad_enabled():
+            stays = self.pinned  # nobody will come back to it
+        elif not when_gradients_come(output, lambda _: self._before_backward(block), mode="any"):
+            # It may have written to its inputs, or returned an object that does not show its tensors. The backward pass's end frees it.
+            stays = stays or block.passes_gradients
+        if not stays:
             for unit in block.units:
                 unit.free()
 

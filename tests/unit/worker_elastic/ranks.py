@@ -94,6 +94,7 @@ class Model:
     data_parallel_rank, data_parallel_size, idle, lacks_ranks, leads_replica = 0, 1, False, False, True
     consistency_check_every = 0
     steps_alone = False
+    least_samples = 1
     models, partly_updated = 1, False
 
     def withdraw_updates(self) -> None: ...

@@ -66,6 +66,11 @@ class TrainingEngine(Protocol):
         ...
 
     @property
+    def least_samples(self) -> int:
+        """See `Placement`. The same on all ranks."""
+        ...
+
+    @property
     def leads_replica(self) -> bool:
         """This rank is the first of those that hold its replica of the model."""
         ...

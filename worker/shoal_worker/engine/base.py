@@ -38,6 +38,7 @@ from shoal_worker.engine.tentative_update import TentativeUpdate
 from shoal_worker.modes import evaluating
 from shoal_worker.state.fits import check_fits
 from shoal_worker.state.tree import StatePart, flatten
+from shoal_worker.torch_internals import _BatchNorm
 
 # ----------------------------------------------------------------------------------------------------------------------------- the engine
 
@@ -71,6 +72,11 @@ class Setup:
     """The model is one of several: passes of others go through it, also while the script has frozen it, and leave gradients here."""
 
 
+def _normalizes_batches(layer: nn.Module) -> bool:
+    """Whether the layer normalizes by the samples of this rank alone, and raises where that is one."""
+    return isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
+
+
 class Engine(abc.ABC):
     """One model and its optimizer in training. Where nothing else is said, this rank holds the whole of both."""
 
@@ -93,6 +99,8 @@ class Engine(abc.ABC):
         """The user's; None: there is none, or `attach` is to come."""
         give_memory(setup.module)
         check_state_can_travel(setup.module, setup.strategy, whole=self.keeps_parameters_whole)
+        self.least_samples = 2 if any(map(_normalizes_batches, setup.module.modules())) else 1
+        """See `TrainingEngine`."""
         self._setup = setup
         self._entry: Callable[..., Any] | None = None
         """A method of the module that the next pass goes through; None: `forward`."""

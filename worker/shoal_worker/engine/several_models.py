@@ -133,6 +133,10 @@ class SeveralEngines:
         return self._first.within_round
 
     @property
+    def least_samples(self) -> int:
+        return max(engine.least_samples for engine in self._engines)
+
+    @property
     def consistency_check_every(self) -> int:
         return self._first.consistency_check_every
 

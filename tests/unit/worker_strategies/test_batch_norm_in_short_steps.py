@@ -14,9 +14,7 @@ def train(strategy: str, samples: int, batch: int) -> list[int]:
     """Sizes of the batches that this rank got and that counted."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    model, optimizer = shoal.as_distributed(
-        net, torch.optim.SGD(net.parameters(), 0.01), strategy=strategy, minimum_parameter_group_size=1
-    )
+    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.01), strategy=strategy, minimum_parameter_group_size=1)
     x = torch.randn(samples, 4, generator=torch.Generator().manual_seed(1))
     loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(x), global_batch_size=batch)
     sizes = []

@@ -34,6 +34,7 @@ from shoal_worker.backends import native_threads
 from shoal_worker.backends.mpi.backend import own_seat
 from shoal_worker.backends.process_end import end_now
 from shoal_worker.backends.worlds import Seat, own_world
+from shoal_worker.child_processes import report_dead_threads
 from shoal_worker.elastic.coordinator_messages import run_message
 from shoal_worker.elastic.desync_detector import DesyncDetector
 from shoal_worker.elastic.fixed import FixedMembership
@@ -310,6 +311,9 @@ class _Exit:
     def install(self) -> None:
         """Hooks into exceptions and exit."""
         self._script.install()
+        report_dead_threads(
+            lambda said: end_now(PUT_OUT, f"this worker ends with status {PUT_OUT}, for its launcher to start it anew: {said}")
+        )
         self._excepthook, sys.excepthook = sys.excepthook, self._note_uncaught
         atexit.register(self._leave)
 

@@ -1,4 +1,5 @@
-"""Data workers and helper threads of this process: if one fails, the process that waits for it must not wait for ever."""
+"""Data workers and helper threads of this process: if one fails, the process that waits for it must
+not wait for ever."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ _SHORT: Final = "/tmp"  # noqa: S108  # multiprocessing makes a directory of its
 
 
 def keep_socket_paths_short() -> None:
-    """Before data workers start. They pass tensors through sockets in the temporary directory, or in /tmp if its name is too long for them:
-    multiprocessing would lose each batch, and print an error.
+    """Before data workers start. They pass tensors through sockets in the temporary directory, or
+    in /tmp if its name is too long for them: multiprocessing would lose each batch, and print an
+    error.
 
     Raises:
         ConfigurationError: /tmp cannot be written to.
@@ -50,8 +52,8 @@ def _too_long(chosen: str, why: str) -> ConfigurationError:
 
 
 def end_if_a_batch_is_lost() -> None:
-    """In a data worker: ends it if a batch cannot be sent, so that the rank raises within seconds. multiprocessing prints an error and
-    goes on, and the rank would wait for the batch for ever."""
+    """In a data worker: ends it if a batch cannot be sent, so that the rank raises within seconds.
+    multiprocessing prints an error and goes on, and the rank would wait for the batch for ever."""
 
     def end(error: BaseException, _batch: Any) -> None:
         traceback.print_exception(error)
@@ -64,11 +66,13 @@ def end_if_a_batch_is_lost() -> None:
 _AWAITED: Final = frozenset(
     f"shoal-{name}" for name in ("link", "donor", "watch", "desync-detector", "leases", "store-wakeups", "gloo-watch", "mpi-progress")
 )
-"""Threads that live as long as the process takes part, and that the training thread, or its peers, wait for."""
+"""Threads that live as long as the process takes part, and that the training thread, or its peers,
+wait for."""
 
 
 def report_dead_threads(report: Callable[[str], object]) -> None:
-    """From now on calls `report` when one of Shoal's own threads ends by an exception, after its traceback was printed."""
+    """From now on calls `report` when one of Shoal's own threads ends by an exception, after its
+    traceback was printed."""
     before = threading.excepthook
 
     def note(arguments: threading.ExceptHookArgs) -> None:

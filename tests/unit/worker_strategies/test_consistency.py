@@ -82,7 +82,8 @@ def test_ranks_compare_often_in_the_first_steps_and_then_at_the_interval() -> No
 
 
 def shift_on_rank_1(net: nn.Sequential) -> None:
-    """What scripts do under `if rank == 0:`; ranks hold these values whole or in part, so all of them change."""
+    """What scripts do under `if rank == 0:`; ranks hold these values whole or in part, so all of
+    them change."""
     if shoal.rank() == 1:
         with inside():
             for parameter in net.parameters():

@@ -1,4 +1,5 @@
-"""Optimizer state that no worker could receive is refused in the first step, not when the first one joins."""
+"""Optimizer state that no worker could receive is refused in the first step, not when the first one
+joins."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ def test_a_setting_that_cannot_be_sent_is_refused_in_the_first_step() -> None:
     def optimizer(net: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD([{"params": list(net.parameters()), "schedule": lambda step: 0.1}], 0.1)
 
-    with pytest.raises(ConfigurationError, match="schedule.*function, which cannot be saved or sent"):
+    with pytest.raises(ConfigurationError, match=r"schedule.*function, which cannot be saved or sent"):
         shoal.launch(train, optimizer, "ddp", {}, world_size=2)
 
 

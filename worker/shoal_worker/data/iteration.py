@@ -164,9 +164,10 @@ class Delivery:
             return
         self._warned_of_single = True
         _log.warning(
-            "loader %r: step %d of epoch %d has %d samples for %d ranks, so rank %d gets one. The model has batch normalization, which raises "
-            '"Expected more than 1 value per channel" where a sample has one value per channel: use a global_batch_size of at least 2 samples '
-            "for each rank that may join, drop_last=True if only the last step is short, or SyncBatchNorm",
+            "loader %r: step %d of epoch %d has %d samples for %d ranks, so rank %d gets one. The model "
+            'has batch normalization, which raises "Expected more than 1 value per channel" where a '
+            "sample has one value per channel: use a global_batch_size of at least 2 samples for each "
+            "rank that may join, drop_last=True if only the last step is short, or SyncBatchNorm",
             loader,
             dealt.number,
             dealt.epoch,

@@ -126,7 +126,8 @@ class Dealer:
         return DealtStep(placement=placement, epoch=epoch, number=number, positions=positions, blocks=(block,))
 
     def request(self, dealt: DealtStep, block: Block) -> Request:
-        """The batch that `block` means. A rank without samples in the step gets the step's first ones: it must take part in collectives."""
+        """The batch that `block` means. A rank without samples in the step gets the step's first
+        ones: it must take part in collectives."""
         positions = block.positions or dealt.positions[: dealt.placement.least_samples]
         indices = tuple(self._orders.indices(dealt.epoch, positions))
         return Request(epoch=dealt.epoch, indices=indices, key=(self._seed, dealt.epoch, dealt.number, block.index))

@@ -43,7 +43,8 @@ class Placement:
     leads_replica: bool = True
     """Among the ranks of a replica, which all get the same samples, this is the one that counts and records them."""
     least_samples: int = 1
-    """Samples that a rank gets of a short step, unless it gets none: batch normalization needs two."""
+    """Samples that a rank gets of a short step, unless it gets none: batch normalization needs
+    two."""
 
 
 @dataclass(frozen=True, kw_only=True)

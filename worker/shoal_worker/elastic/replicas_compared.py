@@ -32,7 +32,8 @@ Exchange = Callable[[bytes], Sequence[bytes]]
 
 
 def compare_after_step(held: HeldState, group: Group | None) -> str | None:
-    """Compares if a comparison is due since the last call. Returns what differs, the same on all ranks; None if nothing is known to."""
+    """Compares if a comparison is due since the last call. Returns what differs, the same on all
+    ranks; None if nothing is known to."""
     every, before = held.engine.consistency_check_every, held.compared
     held.compared = held.steps
     if group is None or group.world_size == 1 or comparisons_until(held.steps, every) == comparisons_until(before, every):
@@ -44,7 +45,8 @@ def compare_after_step(held: HeldState, group: Group | None) -> str | None:
 
 
 def compare_between_steps(held: HeldState, channel: Channel) -> str | None:
-    """Compares if a step was committed since the last comparison, as part of an operation. Returns as `compare_after_step`."""
+    """Compares if a step was committed since the last comparison, as part of an operation. Returns
+    as `compare_after_step`."""
     agreed = [json.loads(each) for each in channel.exchange(json.dumps(held.agreed).encode())]
     engine = held.engine
     alone = channel.world_size == 1 or engine.steps_alone or held.in_round
@@ -54,7 +56,8 @@ def compare_between_steps(held: HeldState, channel: Channel) -> str | None:
 
 
 def comparisons_until(steps: int, every: int) -> int:
-    """Number of comparisons that are due in the first `steps` steps. `every`: see `consistency_check_every`."""
+    """Number of comparisons that are due in the first `steps` steps. `every`: see
+    `consistency_check_every`."""
     if every == 0 or steps < every:
         return steps.bit_length() if every else 0
     return (every - 1).bit_length() + steps // every
@@ -77,7 +80,8 @@ def _compare(held: HeldState, exchange: Exchange) -> str | None:
 def _describe(
     in_common: Mapping[str, Mapping[str, torch.Tensor]], groups: Sequence[Mapping[str, int]], apart: Sequence[str], exchange: Exchange
 ) -> str:
-    """Which tensor differs, on which ranks, and the likely cause. `apart`: the groups that differ."""
+    """Which tensor differs, on which ranks, and the likely cause. `apart`: the groups that
+    differ."""
     own = {group: {name: digest_in_place(tensor) for name, tensor in in_common.get(group, {}).items()} for group in apart}
     told = [json.loads(each) for each in exchange(json.dumps(own).encode())]
     group = apart[0]
@@ -108,13 +112,15 @@ _OFTEN: Final = "consistency_check_every= sets how often ranks compare"
 
 
 def differing(told: Sequence[Mapping[str, int]], all_have: Sequence[int] = ()) -> list[str]:
-    """Names whose values differ between ranks, in order. `told`: by rank, values by name. `all_have`: ranks that should have every name."""
+    """Names whose values differ between ranks, in order. `told`: by rank, values by name.
+    `all_have`: ranks that should have every name."""
     names = dict.fromkeys(name for each in told for name in each)
     return [name for name in names if len({each.get(name) for rank, each in enumerate(told) if name in each or rank in all_have}) > 1]
 
 
 def disagreement(values: Mapping[int, int | None], name: str, group: str) -> str:
-    """Says which ranks hold other values of the tensor `name` than the rest. `values`: digests by rank, not all the same."""
+    """Says which ranks hold other values of the tensor `name` than the rest. `values`: digests by
+    rank, not all the same."""
     most, number = Counter(values.values()).most_common(1)[0]
     others = [rank for rank, digest in values.items() if digest != most]
     what = f"{name} ({group})"

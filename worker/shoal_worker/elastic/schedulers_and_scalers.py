@@ -1,11 +1,14 @@
 """State that the user registered: sent to joiners and saved in checkpoints. Schedulers of the run's optimizers, gradient scalers and
 averaged models are registered by themselves.
 
-Schedulers and the like advance by a call that the user's loop makes, mostly after `optimizer.step()`. It must do nothing when the step was lost, and when the
-script calls again for an epoch that it passes over, as it does after a resume and in a joiner; one that was made before the step was found
-lost is undone. So their `step` (of a scheduler), `update` (of a scaler) or `update_parameters` (of an averaged model) is wrapped at
-registration, and the wrapper asks `RegisteredState`. Any other object that the user registered is put back to what it was when the script
-got the batch of the lost step: when the step is found lost, and again when it begins anew. All of it runs on the training thread.
+Schedulers and the like advance by a call that the user's loop makes, mostly after
+`optimizer.step()`. It must do nothing when the step was lost, and when the script calls again for
+an epoch that it passes over, as it does after a resume and in a joiner; one that was made before
+the step was found lost is undone. So their `step` (of a scheduler), `update` (of a scaler) or
+`update_parameters` (of an averaged model) is wrapped at registration, and the wrapper asks
+`RegisteredState`. Any other object that the user registered is put back to what it was when the
+script got the batch of the lost step: when the step is found lost, and again when it begins anew.
+All of it runs on the training thread.
 
 They are found without being registered: a script that forgot `register_state` would train its joiners with other learning rates. torch
 tells nobody of their making; so `__new__` of their classes notes each one here, with a number that counts those of its kind as the script
@@ -401,7 +404,8 @@ class RegisteredState:
         self._again = self._copies()
 
     def put_back_again(self) -> None:
-        """The step that was lost is about to begin anew: undoes what the script has done to objects since."""
+        """The step that was lost is about to begin anew: undoes what the script has done to objects
+        since."""
         again, self._again = self._again, {}
         for before in again.values():
             before.value.load_state_dict(copy.deepcopy(before.state))
@@ -415,8 +419,8 @@ class RegisteredState:
         self._refuse_unnamed()
 
     def step_taken(self, *, may_be_lost: bool = False) -> None:
-        """The script gets its part of the step that has begun: it has come to where the run is. `may_be_lost`: objects are copied, to be put
-        back then."""
+        """The script gets its part of the step that has begun: it has come to where the run is.
+        `may_be_lost`: objects are copied, to be put back then."""
         self.find_new()  # a joiner's first step begins at the head of its loop over epochs, before it makes what belongs to the epoch
         self._refuse_unnamed()
         self._passing, self._loaded = False, {}
@@ -424,7 +428,8 @@ class RegisteredState:
             self._early |= self._copies()
 
     def _copies(self) -> dict[str, _Before]:
-        """The state of the objects that the user has registered and that have no gate of torch's kinds."""
+        """The state of the objects that the user has registered and that have no gate of torch's
+        kinds."""
         plain = {name: value for name, value in self._objects.items() if not isinstance(value, tuple(NAMES))}
         return {name: before for name, value in plain.items() if (before := self._copy(name, value)) is not None}
 

@@ -391,7 +391,8 @@ class Session:
         self.lifecycle.drop_partly_updated()  # in a loop that was left
 
     def _compare(self, kind: str) -> str | None:
-        """An operation in which ranks compare what they hold in common. Returns what differs, on all ranks."""
+        """An operation in which ranks compare what they hold in common. Returns what differs, on
+        all ranks."""
         found: str | None = self.operation(kind, lambda channel: compare_between_steps(self._held, channel), answers=False)
         return found
 

@@ -64,8 +64,9 @@ class StepLifecycle:
         metrics: WorkerMetrics,
         drain_grace: timedelta = timedelta(0),
     ) -> None:
-        """`formation`: None in a world of one. `compare`: an operation of the given kind, in which ranks compare what they hold in
-        common; returns what differs. `drain_grace`: see `Borders`."""
+        """`formation`: None in a world of one. `compare`: an operation of the given kind, in which
+        ranks compare what they hold in common; returns what differs. `drain_grace`: see
+        `Borders`."""
         self._held = held
         self._elastic = formation is not None
         self._state_checked = False
@@ -413,8 +414,9 @@ class StepLifecycle:
             held.phase.mend()
 
     def _check_state_travels(self) -> None:
-        """After the first step that this process commits, which makes the optimizer's state. Raises ConfigurationError (STATE_UNSUPPORTED):
-        it could not be sent to a joiner, and this rank would fail in the attempt."""
+        """After the first step that this process commits, which makes the optimizer's state. Raises
+        ConfigurationError (STATE_UNSUPPORTED): it could not be sent to a joiner, and this rank
+        would fail in the attempt."""
         if self._state_checked or not self._elastic or self._held.engine.asynchronous:
             return
         self._state_checked = True

@@ -135,13 +135,14 @@ class TrainingEngine(Protocol):
         ...
 
     def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """What this rank holds that others hold as well, after a step that all have applied: tensors by name, in groups that a rank holds
-        as a whole or not at all. Equal on all ranks that hold them. Shares memory with the state."""
+        """What this rank holds that others hold as well, after a step that all have applied:
+        tensors by name, in groups that a rank holds as a whole or not at all. Equal on all ranks
+        that hold them. Shares memory with the state."""
         ...
 
     def check_optimizer_state(self) -> None:
-        """Raises ConfigurationError (STATE_UNSUPPORTED), which names the parameter and the entry: the optimizer keeps something that cannot
-        be sent to a rank that joins, or saved."""
+        """Raises ConfigurationError (STATE_UNSUPPORTED), which names the parameter and the entry:
+        the optimizer keeps something that cannot be sent to a rank that joins, or saved."""
         ...
 
     def capture(self) -> dict[str, Any]:

@@ -73,7 +73,8 @@ class Setup:
 
 
 def _normalizes_batches(layer: nn.Module) -> bool:
-    """Whether the layer normalizes by the samples of this rank alone, and raises where that is one."""
+    """Whether the layer normalizes by the samples of this rank alone, and raises where that is
+    one."""
     return isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
 
 
@@ -118,7 +119,8 @@ class Engine(abc.ABC):
         """The module's forward pass, which in training begins the step where no loader did."""
 
     def entering(self, name: str, *, frozen: bool) -> Callable[..., Any]:
-        """`forward`, or `forward_frozen`, through that method of the module in the place of its own (`register_forward_method`)."""
+        """`forward`, or `forward_frozen`, through that method of the module in the place of its own
+        (`register_forward_method`)."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self._entry = self._as_forward(name)
@@ -138,7 +140,8 @@ class Engine(abc.ABC):
         return method
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module, or the method of it that this pass goes through. What that calls in turn are passes through `forward`."""
+        """Calls the module, or the method of it that this pass goes through. What that calls in
+        turn are passes through `forward`."""
         call, self._entry = self._entry or self._setup.call, None
         return call(*args, **kwargs)
 

@@ -71,7 +71,8 @@ def half_a_pass() -> PreconditionError:
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """The tensors in what a module takes or returns, each once: in containers, dataclasses, and attributes of other objects."""
+    """The tensors in what a module takes or returns, each once: in containers, dataclasses, and
+    attributes of other objects."""
     if isinstance(tree, torch.Tensor):
         return [tree]
     found: dict[int, torch.Tensor] = {}
@@ -111,8 +112,8 @@ _MOST_OBJECTS: Final = 10_000
 
 
 def when_gradients_come(tree: Any, call: Callable[[Any], None], *, mode: Literal["any", "all"]) -> bool:
-    """Calls `call` once in a backward pass: when any, or all, of the tensors in `tree` that want a gradient get theirs. False: there are
-    none, as far as `tensors_in` finds them."""
+    """Calls `call` once in a backward pass: when any, or all, of the tensors in `tree` that want a
+    gradient get theirs. False: there are none, as far as `tensors_in` finds them."""
     found = [tensor for tensor in tensors_in(tree) if tensor.requires_grad]
     if len(found) == 1:
         found[0].register_hook(call)  # what the other comes down to, at a tenth of its price

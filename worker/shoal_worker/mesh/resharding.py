@@ -247,10 +247,12 @@ def _run_at(held: Sequence[RankParts], stage: int | None, part: int, shard: int,
 
 
 def checked(key: str, one: Any) -> Any:
-    """Returns a value of the optimizer's state that is no tensor. Raises ConfigurationError (STATE_UNSUPPORTED) if it cannot be sent."""
+    """Returns a value of the optimizer's state that is no tensor. Raises ConfigurationError
+    (STATE_UNSUPPORTED) if it cannot be sent."""
     if not isinstance(one, bool | int | float | str | None):
         raise ConfigurationError(
-            f"the optimizer keeps a {type(one).__name__} ({key!r}) in its state, which cannot be sent: expected a tensor, a number or a string",
+            f"the optimizer keeps a {type(one).__name__} ({key!r}) in its state, which cannot be "
+            "sent: expected a tensor, a number or a string",
             reason="STATE_UNSUPPORTED",
         )
     return one

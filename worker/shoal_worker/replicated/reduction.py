@@ -95,9 +95,9 @@ class OverlappedReduction:
     def follow(self, output: Any) -> None:
         """After a forward pass: the end of the backward pass through `output` is the end of its reduction.
 
-        Known by the first gradient that reaches the output, since passes nest (reentrant checkpointing). Where no tensor is found in the
-        output, each nested pass ends a reduction of its own: right as well, but slower.
-        """
+        Known by the first gradient that reaches the output, since passes nest (reentrant
+        checkpointing). Where no tensor is found in the output, each nested pass ends a reduction of
+        its own: right as well, but slower."""
         me = weakref.ref(self)
 
         def reached(_: torch.Tensor) -> None:

@@ -108,7 +108,8 @@ class Block:
         self.open = 0
         """Forward passes through it that no backward pass has come out of."""
         self.passes_gradients = False
-        """A backward pass may go through what it computes: it has trained parameters, or inputs that want a gradient."""
+        """A backward pass may go through what it computes: it has trained parameters, or inputs
+        that want a gradient."""
 
 
 class ShardedExecution:
@@ -200,7 +201,8 @@ class ShardedExecution:
     # ------------------------------------------------------------------------------------------------------- for the strategy
 
     def as_forward(self, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A method of the outermost module, to be called as if it were its `forward`: the module's own parameters are there."""
+        """A method of the outermost module, to be called as if it were its `forward`: the module's
+        own parameters are there."""
         if self._around_root is None:
             return method
         before, after = self._around_root
@@ -339,8 +341,9 @@ class ShardedExecution:
             unit.forget_gradients()
 
     def drop_gradients(self) -> None:
-        """The parameters' gradients are no more: those of the last step, or those that the step in progress is to begin without. A graph
-        that was built before may still bring others, which weigh the same."""
+        """The parameters' gradients are no more: those of the last step, or those that the step in
+        progress is to begin without. A graph that was built before may still bring others, which
+        weigh the same."""
         if self._whereabouts.pending:
             factor = self.factor
             self.forget()

@@ -185,7 +185,8 @@ class ShardedState(StateInParts):
                 channel.exchange(b"")
 
     def in_common(self) -> dict[str, dict[str, torch.Tensor]]:
-        """What other ranks hold as well: shards that are mirrored, and parameters that are whole on every rank."""
+        """What other ranks hold as well: shards that are mirrored, and parameters that are whole on
+        every rank."""
         self.bring_mirrors()
         state = self.optimizer.state if self.optimizer is not None else {}
         shards: dict[int, dict[str, torch.Tensor]] = {}

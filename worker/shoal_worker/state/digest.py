@@ -89,7 +89,8 @@ _ODD: Final = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
 
 
 def state_tensors(state: Mapping[Any, Mapping[str, Any]], parameters: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of an optimizer's state by what they are, for errors. `parameters`: keys of `state`, by the parameters' names."""
+    """The tensors of an optimizer's state by what they are, for errors. `parameters`: keys of
+    `state`, by the parameters' names."""
     return {
         f"{key} of {name!r}": value
         for name, parameter in parameters.items()

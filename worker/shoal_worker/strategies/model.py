@@ -145,13 +145,16 @@ class ShardedModel(nn.Module):
         return self._among is not None and self._among.frozen and torch.is_grad_enabled()
 
     def register_forward_method(self, name: str) -> None:
-        """Makes `model.NAME(...)` a pass like `model(...)`, for a method of the module that computes with parameters and is not called by
-        `forward`: an `encode` or a `loss`. Every rank calls this once, behind `as_distributed`, and then `model.NAME(...)` in place of
-        `model.module.NAME(...)`. Required under `zero3`, `fsdp` and `hsdp`, where a rank has the parameters in passes only; the forward
-        hooks of the module itself do not run. (FSDP2 has `register_fsdp_forward_method` for the same.)
+        """Makes `model.NAME(...)` a pass like `model(...)`, for a method of the module that
+        computes with parameters and is not called by `forward`: an `encode` or a `loss`. Every rank
+        calls this once, behind `as_distributed`, and then `model.NAME(...)` in place of
+        `model.module.NAME(...)`. Required under `zero3`, `fsdp` and `hsdp`, where a rank has the
+        parameters in passes only; the forward hooks of the module itself do not run. (FSDP2 has
+        `register_fsdp_forward_method` for the same.)
 
         Raises:
-            ConfigurationError: the module has no such method, this class has one of its own of that name, or the strategy splits layers.
+            ConfigurationError: the module has no such method, this class has one of its own of that
+            name, or the strategy splits layers.
         """
         if hasattr(type(self), name):
             raise ConfigurationError(f"register_forward_method({name!r}): the model has a method of its own of that name; choose another")

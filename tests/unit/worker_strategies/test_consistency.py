@@ -130,6 +130,20 @@ def test_what_a_rank_changes_after_the_last_regular_comparison_is_found_at_the_e
     assert "After step 4 all agreed" in str(stopped.value)
 
 
+def test_what_a_rank_does_to_the_model_after_the_run_is_its_own() -> None:
+    def rank() -> None:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 4))
+        model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 1e-2))
+        for _ in range(3):
+            model(torch.randn(6, 8)).square().mean().backward()
+            optimizer.step()
+        shoal.shutdown()
+        shift_on_rank_1(net)
+
+    shoal.launch(rank, world_size=2)
+
+
 @pytest.mark.parametrize("way", ["plain loop", "break", "epoch"])
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
 def test_sound_ranks_end_well_however_their_loop_ends(way: str, strategy: str) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch
 from shoal_common.errors import PreconditionError, ShoalError
@@ -54,6 +54,10 @@ from shoal_worker.settings import WorkerSettings
 from shoal_worker.state.tree import StatePart
 
 _log = logging.getLogger(__name__)
+
+_AFTERWARDS: Final = (
+    "What one rank alone does with the model after training, such as loading its best weights, belongs after shoal.shutdown()"
+)
 
 
 class Session:
@@ -518,7 +522,8 @@ class Session:
             stays = self._departure.stopped is None
             compares = stays and held.agreed != held.steps and held.engine.consistency_check_every > 0
             if (held.engine.in_parts and (stays or formation.healthy)) or compares:
-                self.missed = self._compare("end of the run")
+                apart = self._compare("end of the run")
+                self.missed = None if apart is None else f"{apart}. {_AFTERWARDS}"
             elif held.operations.finished == 0:  # else all have ended the last step, or could not have taken part
                 await_last_step(formation, held)
         except (ShoalError, StopTraining) as error:  # what was to be kept together is not needed any more

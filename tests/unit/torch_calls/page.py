@@ -73,10 +73,12 @@ What changes values (`load_state_dict`, `p.mul_`, `nn.init`) has to be done alik
   round. Change buffers in the forward pass, or, with a plain batch and `backward()`, until `optimizer.step()`. What a script changes when
   the step is closed (behind `train_step`, clipping, the inner loop over micro-batches, or `step()`) stays what each rank made of it, and
   has to be alike. Changes of more than 2^40 in a step are refused (`test_buffers.py`).
-- Parameters that a forward pass writes (momentum encoders, initialization from the first batch, clipping of weights) are as in one process
-  under `ddp`, `zero1` and `zero2`, if all ranks and micro-batches write the same values; `PARAMETERS_WRITTEN` names them if not. Strategies
-  that compute with copies or parts of parameters refuse such writes, also in one process. `local_sgd` refuses them for frozen parameters, `async_sgd` for all.
-  Writes by way of `p.data` are looked for in the first step that a process takes (`test_written_parameters.py`).
+- Parameters that a forward pass writes (momentum encoders, initialization from the first batch,
+  clipping of weights) are as in one process under `ddp`, `zero1` and `zero2`, if all ranks and
+  micro-batches write the same values; `PARAMETERS_WRITTEN` names them if not. Strategies that
+  compute with copies or parts of parameters refuse such writes, also in one process. `local_sgd`
+  refuses them for frozen parameters, `async_sgd` for all. Writes by way of `p.data` are looked for
+  in the first step that a process takes (`test_written_parameters.py`).
 - A lost step puts back what its passes changed: buffers, written parameters, extra state, and tensors and numbers that modules keep as
   attributes (under `tensor`, `pipeline` and `hybrid` tensors alone).
 - `get_extra_state()` may give whatever a checkpoint can hold, or `as_distributed` raises. It goes to workers that join, into checkpoints,

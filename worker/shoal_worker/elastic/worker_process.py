@@ -34,7 +34,7 @@ from shoal_worker.backends import native_threads
 from shoal_worker.backends.mpi.backend import own_seat
 from shoal_worker.backends.process_end import end_now
 from shoal_worker.backends.worlds import Seat, own_world
-from shoal_worker.child_processes import report_dead_threads
+from shoal_worker.child_processes import keep_socket_paths_short, report_dead_threads
 from shoal_worker.elastic.coordinator_messages import run_message
 from shoal_worker.elastic.desync_detector import DesyncDetector
 from shoal_worker.elastic.fixed import FixedMembership
@@ -198,6 +198,8 @@ def open_session(settings: WorkerSettings | None = None) -> Session:
 
 def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetrics) -> Session:
     """The session of a member of a job. What was opened for it is closed again if it does not become one: the script may try once more."""
+    with contextlib.suppress(ConfigurationError, OSError):  # a script need not have data workers of its own
+        keep_socket_paths_short()
     with ExitStack() as undo:
         http = serve_metrics(settings.metrics_listen, metrics.registry) if settings.metrics_listen is not None else None
         if http is not None:

@@ -41,7 +41,7 @@ class Seen:
 
 def test_what_a_lost_step_did_to_a_registered_object_is_undone() -> None:
     registered, seen = RegisteredState(), Seen()
-    registered.register("seen", seen)
+    registered.register("seen", seen, copied=True)
     for lost in (False, True, True, False):
         registered.put_back_again()
         registered.step_begins()
@@ -58,7 +58,7 @@ def test_what_a_lost_step_did_to_a_registered_object_is_undone() -> None:
 
 def test_peers_and_checkpoints_get_a_registered_object_as_it_was_before_the_lost_step() -> None:
     registered, seen = RegisteredState(), Seen()
-    registered.register("seen", seen)
+    registered.register("seen", seen, copied=True)
     registered.step_begins()
     registered.step_taken(may_be_lost=True)
     seen.samples += 1
@@ -74,7 +74,7 @@ def test_peers_and_checkpoints_get_a_registered_object_as_it_was_before_the_lost
 def test_a_large_registered_object_is_not_copied_in_each_step(caplog: pytest.LogCaptureFixture) -> None:
     registered, seen = RegisteredState(), Seen()
     seen.samples = torch.zeros(17 << 20)
-    registered.register("seen", seen)
+    registered.register("seen", seen, copied=True)
     for _ in range(2):
         registered.step_begins()
         registered.step_taken(may_be_lost=True)

@@ -159,6 +159,8 @@ class RegisteredState:
         """What objects were that advanced in it."""
         self._again: dict[str, _Before] = {}
         """What objects without a gate were before the step that was lost, until it begins anew."""
+        self._copied: set[str] = set()
+        """Objects whose state is copied in each step."""
         self._too_large: set[str] = set()
         """Objects that are not copied in each step, with a warning."""
         self._advanced: tuple[dict[str, dict[str, Any]], list[dict[str, Any]], dict[str, int], float | None] | None = None
@@ -306,8 +308,9 @@ class RegisteredState:
         """A GradScaler multiplied the loss of the step that is applied with `scale`."""
         self._last_scale = scale
 
-    def register(self, name: str, value: object) -> None:
+    def register(self, name: str, value: object, *, copied: bool = False) -> None:
         """Adds `value` under `name`; a state that waited under that name is loaded into it.
+        `copied`: its state is copied in each step, and put back if the step is lost.
 
         Raises:
             ConfigurationError: it has no state_dict/load_state_dict, its state cannot be carried, or the name is taken by another object.
@@ -324,6 +327,8 @@ class RegisteredState:
         for known in [known for known, one in self._found.items() if one is value]:
             del self._found[known]
         self._take(name, value, self._objects)
+        if copied and not isinstance(value, tuple(NAMES)):  # those have a gate
+            self._copied.add(name)
 
     def _take(self, name: str, value: Any, where: MutableMapping[str, Any]) -> None:
         flatten({name: value.state_dict()})  # says now what could not be sent or saved later
@@ -428,10 +433,8 @@ class RegisteredState:
             self._early |= self._copies()
 
     def _copies(self) -> dict[str, _Before]:
-        """The state of the objects that the user has registered and that have no gate of torch's
-        kinds."""
-        plain = {name: value for name, value in self._objects.items() if not isinstance(value, tuple(NAMES))}
-        return {name: before for name, value in plain.items() if (before := self._copy(name, value)) is not None}
+        copies = {name: self._copy(name, value) for name, value in self._objects.items() if name in self._copied}
+        return {name: before for name, before in copies.items() if before is not None}
 
     def _copy(self, name: str, value: Any) -> _Before | None:
         if name in self._too_large:
@@ -515,7 +518,7 @@ class RegisteredState:
         """The step was lost: its advances must not count."""
         self.find_new()
         self._void = True
-        self._again |= {name: before for name, before in self._early.items() if not isinstance(before.value, tuple(NAMES))}
+        self._again |= {name: before for name, before in self._early.items() if name in self._copied}
         self.step_undone()
 
     def step_undone(self) -> None:

@@ -40,8 +40,10 @@ class ShardingConfiguration:
     loader."""
 
     consistency_check_every: int = 100
-    """After how many steps ranks compare digests of what they hold in common (replicas, mirrored shards), so that a fault of memory or
-    arithmetic stops the run with the rank's name instead of ending up in the model; 0: never. Reads all of a rank's state once."""
+    """After how many steps ranks compare digests of what they hold in common (replicas, mirrored
+    shards), so that ranks whose values differ stop with the name of the tensor; 0: never. They also
+    compare after steps 1, 2, 4, 8 and so on, at the end of each epoch and at the end of the run. A
+    comparison reads all of a rank's state once."""
 
     param_dtype: torch.dtype | None = None
     """What parameters and inputs are computed with, and parameters fetched in (torch.bfloat16, say); each rank updates its shards in the

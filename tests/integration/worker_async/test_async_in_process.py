@@ -64,6 +64,30 @@ def test_a_gradient_that_is_not_finite_is_not_sent_and_the_batch_can_be_left_out
     assert versions(running) == {2}
 
 
+class MomentumEncoder(nn.Module):
+    """Writes a frozen parameter in its forward pass, `by_data` or in place."""
+
+    def __init__(self, *, by_data: bool) -> None:
+        super().__init__()
+        self.online, self.key, self.by_data = nn.Linear(FEATURES, 4), nn.Linear(FEATURES, 4), by_data
+        self.key.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            key = self.key.weight.data if self.by_data else self.key.weight
+            key.lerp_(self.online.weight, 0.1)
+        return self.online(x) - self.key(x)
+
+
+@pytest.mark.parametrize("by_data", [False, True])
+def test_a_parameter_that_a_forward_pass_writes_is_refused_and_not_lost(session: Session, running: AsyncCluster, by_data: bool) -> None:
+    model, optimizer = distributed(MomentumEncoder(by_data=by_data))
+    backward(model)
+    with pytest.raises(ConfigurationError, match=r"parameter 'key\.weight' was written in the passes of a step.*'async_sgd'"):
+        optimizer.step()
+    assert versions(running) == {1}  # nothing was pushed
+
+
 def test_a_gradient_scaler_unscales_and_skips_what_overflowed(session: Session, running: AsyncCluster) -> None:
     reference, net = network(0), network(0)
     model, optimizer = distributed(net)

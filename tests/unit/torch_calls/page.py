@@ -73,10 +73,12 @@ What changes values (`load_state_dict`, `p.mul_`, `nn.init`) has to be done alik
   round. Change buffers in the forward pass, or, with a plain batch and `backward()`, until `optimizer.step()`. What a script changes when
   the step is closed (behind `train_step`, clipping, the inner loop over micro-batches, or `step()`) stays what each rank made of it, and
   has to be alike. Changes of more than 2^40 in a step are refused (`test_buffers.py`).
-- Parameters that a forward pass writes (momentum encoders, initialization from the first batch, clipping of weights) are as in one process
-  under `ddp`, `zero1` and `zero2`, if all ranks and micro-batches write the same values; `PARAMETERS_WRITTEN` names them if not. Strategies
-  that compute with copies or parts of parameters refuse such writes, also in one process. `local_sgd` refuses them for frozen parameters.
-  Writes by way of `p.data` are looked for in the first step that a process takes (`test_written_parameters.py`).
+- Parameters that a forward pass writes (momentum encoders, initialization from the first batch,
+  clipping of weights) are as in one process under `ddp`, `zero1` and `zero2`, if all ranks and
+  micro-batches write the same values; `PARAMETERS_WRITTEN` names them if not. Strategies that
+  compute with copies or parts of parameters refuse such writes, also in one process. `local_sgd`
+  refuses them for frozen parameters, `async_sgd` for all. Writes by way of `p.data` are looked for
+  in the first step that a process takes (`test_written_parameters.py`).
 - A lost step puts back what its passes changed: buffers, written parameters, extra state, and tensors and numbers that modules keep as
   attributes (under `tensor`, `pipeline` and `hybrid` tensors alone).
 - `get_extra_state()` may give whatever a checkpoint can hold, or `as_distributed` raises. It goes to workers that join, into checkpoints,
@@ -88,14 +90,37 @@ What changes values (`load_state_dict`, `p.mul_`, `nn.init`) has to be done alik
 - `shoal.evaluate`, `model.predict` and fits call the modules' own `eval()` and `train()`, then restore modules that differed.
 - Methods of an optimizer beside torch's own raise where the optimizer has parts of the parameters, once they are called on what
   `as_distributed` returned (`test_optimizer_methods.py`).
+- Optimizer state is made of what a checkpoint can hold: tensors, numbers, strings, and lists and
+  dictionaries of these (under `tensor`, `pipeline` and `hybrid` no lists or dictionaries). The
+  first step raises `STATE_UNSUPPORTED` otherwise, and names the parameter and the entry
+  (`test_state_that_cannot_travel.py`).
+- Objects of `shoal.register_state` are put back after a lost step to what they were when the script
+  got its batch.
 - Buffers that `state_dict()` has not (`persistent=False`: tables, masks, random projections) are the first rank's on all ranks, when
   training begins and on workers that join; one whose shape differs (a cache) stays as it is. Steps do not sum their changes. After
   `shoal.resume` they are what the first rank's script has made of them, as in plain torch, not what the checkpoint's run had. Under
   `async_sgd` each worker has its own, as of all buffers.
+- `BatchNorm` layers need two samples on a rank. If the model has any, the ranks of a short last
+  step get at least two each, and the others none, as long as whole steps have two for every rank
+  (`global_batch_size`). Whole steps with fewer are warned of (`test_batch_norm_in_short_steps.py`).
 - `nn.Embedding` and `nn.EmbeddingBag` with `max_norm` change their weight in the forward pass, each rank the rows of its own samples: they
   are refused. With `scale_grad_by_freq` rows are counted in each rank's part of the batch, and a warning says so.
 - Parameters may lie in memory in any order (`channels_last`, transposed): gradients and moments lie as they do, which torch's fused
   optimizers rely on (`test_odd_parameters.py`).
+
+## Methods beside forward
+
+Under `zero3`, `fsdp` and `hsdp` a rank has the parameters in passes only, so
+`model.module.encode(x)` raises. Register the method on every rank, then call it on the model:
+`model.encode(x)` then is a pass like `model(x)`, in training and in evaluation mode, under every
+strategy that does not split layers or stages. (FSDP2 has `register_fsdp_forward_method` for this.)
+
+```python
+model, optimizer = shoal.as_distributed(net, optimizer, strategy="zero3")
+model.register_forward_method("encode")
+...
+loss = contrast(model.encode(images), model.encode(texts))
+```
 
 ## torch.compile
 

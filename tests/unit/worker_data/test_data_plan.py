@@ -49,6 +49,22 @@ def test_parts_are_contiguous_and_differ_by_at_most_one(plan, world):
         assert sizes == sorted(sizes, reverse=True)
 
 
+@settings(max_examples=300, deadline=None)
+@given(plans().filter(lambda plan: plan.micro_batch_size is None), worlds)
+def test_no_rank_gets_one_sample_of_a_short_step_if_whole_steps_give_it_two(plan, sizes):
+    cursor, index, dealt = 0, 0, []
+    while step := plan.step(cursor):
+        world = sizes[index % len(sizes)]
+        parts = [plan.deal(step, rank, world, least=2)[0].positions for rank in range(world)]
+        dealt += [position for part in parts for position in part]
+        if plan.global_batch_size >= 2 * world and len(step) > 1:
+            assert all(len(part) != 1 for part in parts)
+        else:
+            assert parts == [plan.deal(step, rank, world)[0].positions for rank in range(world)]
+        cursor, index = step.stop, index + 1
+    assert dealt == list(range(plan.counted))
+
+
 @settings(max_examples=200, deadline=None)
 @given(plans().filter(lambda plan: plan.micro_batch_size), st.integers(1, 9), st.integers(1, 9))
 def test_micro_batches_are_the_same_whatever_the_world(plan, one, other):

@@ -94,6 +94,7 @@ class Model:
     data_parallel_rank, data_parallel_size, idle, lacks_ranks, leads_replica = 0, 1, False, False, True
     consistency_check_every = 0
     steps_alone = False
+    least_samples = 1
     models, partly_updated = 1, False
 
     def withdraw_updates(self) -> None: ...
@@ -123,6 +124,9 @@ class Model:
 
     def keep_two_copies(self, channel: Channel, leaving: Any = ()) -> None:
         pass
+
+    def check_optimizer_state(self) -> None:
+        """It has no optimizer."""
 
     def capture(self) -> dict[str, Any]:
         return {"model": self.module.state_dict()}

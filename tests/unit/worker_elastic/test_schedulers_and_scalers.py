@@ -26,6 +26,67 @@ def test_a_scheduler_does_not_advance_after_a_void_step() -> None:
     assert lr.get_last_lr() == [0.5]
 
 
+class Seen:
+    """A metric that the script updates in its loop."""
+
+    def __init__(self) -> None:
+        self.samples = torch.zeros(1)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"samples": self.samples}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.samples = state["samples"]
+
+
+def test_what_a_lost_step_did_to_a_registered_object_is_undone() -> None:
+    registered, seen = RegisteredState(), Seen()
+    registered.register("seen", seen, copied=True)
+    for lost in (False, True, True, False):
+        registered.put_back_again()
+        registered.step_begins()
+        registered.step_taken(may_be_lost=True)
+        seen.samples += 1  # in place: a copy must have been made
+        if lost:
+            registered.step_void()
+            assert seen.samples.item() == 11  # after one step that counts
+        else:
+            registered.step_committed()
+        seen.samples += 10  # behind optimizer.step(), as in every turn of the loop
+    assert seen.samples.item() == 22
+
+
+def test_peers_and_checkpoints_get_a_registered_object_as_it_was_before_the_lost_step() -> None:
+    registered, seen = RegisteredState(), Seen()
+    registered.register("seen", seen, copied=True)
+    registered.step_begins()
+    registered.step_taken(may_be_lost=True)
+    seen.samples += 1
+    registered.withdraw()
+    assert registered.capture()["states"]["seen"]["samples"].item() == 0
+    registered.reinstate()
+    assert seen.samples.item() == 1
+    registered.step_void()
+    seen.samples += 1
+    assert registered.capture()["states"]["seen"]["samples"].item() == 0
+
+
+def test_a_large_registered_object_is_not_copied_in_each_step(caplog: pytest.LogCaptureFixture) -> None:
+    registered, seen = RegisteredState(), Seen()
+    seen.samples = torch.zeros(17 << 20)
+    registered.register("seen", seen, copied=True)
+    for _ in range(2):
+        registered.step_begins()
+        registered.step_taken(may_be_lost=True)
+        seen.samples[0] += 1
+        registered.step_void()
+    assert seen.samples[0].item() == 2
+    assert [record.message for record in caplog.records if "64 MiB" in record.message] == [
+        "the registered object 'seen' holds more than 64 MiB: it is not copied in each step, so what a step that is lost does to it stays. "
+        "Change it behind optimizer.step(), and only if that returned a true value"
+    ]
+
+
 def test_a_scaler_that_is_not_enabled_may_be_updated_after_a_void_step() -> None:
     registered, scaler = RegisteredState(), torch.amp.GradScaler("cpu", enabled=False)
     registered.register("scaler", scaler)

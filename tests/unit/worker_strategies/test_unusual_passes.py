@@ -39,6 +39,9 @@ class Net(nn.Module):
     def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return nn.functional.mse_loss(self.head(self.body(x)), y)
 
+    def loss_of_forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self(x), y)
+
 
 def data() -> TensorDataset:
     x = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -113,6 +116,27 @@ def clears_what_another_pass_has_left(model: Any, optimizer: Any, batches: Batch
         optimizer.step()
 
 
+def clears_what_the_same_pass_has_left(model: Any, optimizer: Any, batches: Batches) -> None:
+    """Two losses of one forward pass; the gradients of the first are looked at, and thrown away."""
+    for x, y in batches:
+        output = model(x)
+        nn.functional.mse_loss(output, y).backward(retain_graph=True)
+        optimizer.zero_grad()
+        nn.functional.l1_loss(output, 2 * y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def clears_between_passes_that_were_built_before(model: Any, optimizer: Any, batches: Batches) -> None:
+    for x, y in batches:
+        first, second = loss_of(model, x, y), loss_of(model, x.flip(1), 2 * y)
+        first.backward()
+        optimizer.zero_grad()
+        second.backward()
+        optimizer.step()
+        model.zero_grad()
+
+
 @pytest.mark.parametrize("strategy", [*CUT, *SPLIT])
 def test_gradients_of_the_step_before_are_not_added_to_without_a_word(strategy: str) -> None:
     with pytest.raises(
@@ -123,6 +147,12 @@ def test_gradients_of_the_step_before_are_not_added_to_without_a_word(strategy: 
 
 def test_under_ddp_they_are_added_to_as_in_one_process() -> None:
     assert_as_in_one_process("ddp", clears_every_second_step)
+
+
+@pytest.mark.parametrize("loop", [clears_what_the_same_pass_has_left, clears_between_passes_that_were_built_before])
+@pytest.mark.parametrize("strategy", ["ddp", *CUT, *SPLIT])
+def test_gradients_are_cleared_between_backward_passes_whose_graphs_were_built_before(strategy: str, loop: Loop) -> None:
+    assert_as_in_one_process(strategy, loop)
 
 
 @pytest.mark.parametrize("loop", [clears_behind_the_forward_pass, clears_by_hand, clears_what_another_pass_has_left])
@@ -145,6 +175,84 @@ def trains_by_a_method(model: Any, optimizer: Any, batches: Batches) -> None:
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_a_pass_through_a_method_of_the_module_counts_as_one_through_the_model(strategy: str) -> None:
     assert_as_in_one_process(strategy, trains_by_a_method)
+
+
+def registered(model: Any, *names: str) -> Any:
+    for name in names:
+        if isinstance(model, shoal.ShardedModel):
+            model.register_forward_method(name)
+    return model
+
+
+def trains_by_a_registered_method(model: Any, optimizer: Any, batches: Batches) -> None:
+    trains_by_a_method(registered(model, "loss"), optimizer, batches)
+
+
+def mixes_a_registered_method_with_forward(model: Any, optimizer: Any, batches: Batches) -> None:
+    """Both in one step, with a look at the output in evaluation mode before."""
+    registered(model, "loss")
+    for x, y in batches:
+        model.eval()
+        with torch.no_grad():
+            assert model.loss(x, y).item() == pytest.approx(loss_of(model, x, y).item())
+        model.train()
+        (model.loss(x, y) + 0.5 * loss_of(model, x, y)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trains_by_one_that_calls_forward(model: Any, optimizer: Any, batches: Batches) -> None:
+    registered(model, "loss_of_forward")
+    for x, y in batches:
+        model.loss_of_forward(x, y=y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("loop", [trains_by_a_registered_method, mixes_a_registered_method_with_forward, trains_by_one_that_calls_forward])
+@pytest.mark.parametrize("strategy", ["ddp", *CUT])
+def test_a_pass_through_a_registered_method_counts_as_one_through_the_model(strategy: str, loop: Loop) -> None:
+    assert_as_in_one_process(strategy, loop)
+
+
+def in_micro_batches(strategy: str) -> dict[str, torch.Tensor]:
+    model, optimizer, loader = prepared(strategy, micro=4)
+    registered(model, "loss")
+    for _ in loader.epochs(3):
+        for step in loader.steps():
+            for x, y in step:
+                model.loss(x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    state: dict[str, torch.Tensor] = model.full_state_dict()
+    return state
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp"])
+def test_a_registered_method_takes_micro_batches_of_which_ranks_have_different_numbers(strategy: str) -> None:
+    expected = plain(plainly)
+    for state in shoal.launch(functools.partial(in_micro_batches, strategy), world_size=3):
+        torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
+def test_a_method_that_is_not_registered_is_told_how_to_be(strategy: str) -> None:
+    with pytest.raises(PreconditionError, match=r"as model\.NAME\(\.\.\.\), after model\.register_forward_method\('NAME'\)"):
+        shoal.launch(functools.partial(train, strategy, trains_by_a_method), world_size=2)
+
+
+def test_a_method_that_cannot_be_a_pass_is_refused() -> None:
+    def rank(strategy: str, name: str) -> None:
+        prepared(strategy)[0].register_forward_method(name)
+
+    for strategy, name, said in [
+        ("zero3", "encode", "Net has no method of that name"),
+        ("zero3", "body", "Net has no method of that name"),
+        ("zero3", "predict", "the model has a method of its own of that name"),
+        ("tensor", "loss", "layers and stages are split along the module's forward pass"),
+    ]:
+        with pytest.raises(ConfigurationError, match=said):
+            shoal.launch(rank, strategy, name, world_size=2)
 
 
 def by_turns(strategy: str) -> dict[str, torch.Tensor]:

@@ -39,6 +39,7 @@ from shoal_worker.elastic.session import Session
 from shoal_worker.engine.base import Engine, Setup
 from shoal_worker.engine.module_state import ModuleState, load_captured
 from shoal_worker.engine.parameters import check_optimizer_covers, check_trains, materialize
+from shoal_worker.engine.pass_writes import WrittenParameters
 from shoal_worker.engine.passes import Loss, call_module, loss_of
 
 _log = logging.getLogger(__name__)
@@ -67,6 +68,8 @@ class AsyncEngine(Engine):
         self._own_cluster: OwnCluster | None = None
         self._tensors: list[HostTensor] = []
         self._started = False
+        self._writes: WrittenParameters | None = None
+        """What passes write to parameters: the servers' values would overwrite it."""
         self._clock = 0
         """Iterations finished, as the servers are told."""
         self._handover: Handover | None = None
@@ -206,7 +209,7 @@ class AsyncEngine(Engine):
         """The module's forward pass, with the values pulled last."""
         if self.module.training and torch.is_grad_enabled():
             self._session.ensure_step()
-        return self._setup.call(*args, **kwargs)
+        return self._compute(*args, **kwargs)
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
         """Forward, loss and backward. Returns the loss of this worker's batch: there is no common one."""
@@ -243,6 +246,8 @@ class AsyncEngine(Engine):
             )
         if self._outer is not None:
             self._outer.check_step()
+        if self._writes is not None:
+            self._writes.refuse()
         try:
             return super().finish_step(update, scaled=scaled, inspected=inspected)
         except StopTraining as stop:
@@ -341,10 +346,20 @@ class AsyncEngine(Engine):
             self._require_servers().take_prefetched()
             if source is None:
                 self._require_participation().enter(self._clock)  # else there may be no batch for it
+                self._watch_passes()
             self._find_epoch(source)
         except StopTraining as stop:  # while it waited for the coordinator, or a server
             self._own.give_up_step(stop)
             raise
+
+    def batch_begins(self) -> None:
+        """See `TrainingEngine`. Values that came with the batch's lease are here."""
+        self._watch_passes()
+
+    def _watch_passes(self) -> None:
+        if self._writes is None:
+            self._writes = WrittenParameters(self.module.named_parameters(), self.strategy)
+        self._writes.begin()
 
     def _find_epoch(self, source: StepSource | None) -> None:
         """Once: a joiner goes on where the others are."""

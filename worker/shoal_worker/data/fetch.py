@@ -33,6 +33,7 @@ import xxhash
 from shoal_common.errors import InternalError
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
+from shoal_worker.child_processes import end_if_a_batch_is_lost, keep_socket_paths_short
 from shoal_worker.randomness import generators_kept
 
 
@@ -123,6 +124,8 @@ class Fetcher:
     def _restart(self, requests: Iterator[Request]) -> None:
         self._feed.restart(requests)
         if self._loader is None:
+            if self._num_workers:
+                keep_socket_paths_short()
             self._loader = DataLoader(
                 self._source,
                 batch_sampler=cast(Any, self._feed),  # its "lists of indices" are requests
@@ -130,7 +133,7 @@ class Fetcher:
                 num_workers=self._num_workers,
                 pin_memory=self._pins,
                 persistent_workers=self._num_workers > 0,
-                worker_init_fn=tie_to_parent if self._num_workers else None,
+                worker_init_fn=_begin_worker if self._num_workers else None,
                 generator=torch.Generator(),  # not the global one: making batches must not move the training's random numbers
             )
         self._batches = iter(self._loader)
@@ -215,6 +218,12 @@ class _Source(Dataset[Any]):
 
 def _as_it_is(made: tuple[Request, Any]) -> tuple[Request, Any]:
     return made
+
+
+def _begin_worker(number: int) -> None:
+    """Runs first in each worker process."""
+    tie_to_parent(number)
+    end_if_a_batch_is_lost()
 
 
 def tie_to_parent(_worker: int) -> None:

@@ -92,6 +92,7 @@ class Delivery:
         self.batch_weight = 0.0
         """Weight of the batch handed out last in the mean over its step; 0: it stands in for samples that this rank does not have."""
         self._warned = False
+        self._warned_of_single = False
         self._at_hand: Request | None = None
         self._supply = supply
         self._fetcher = fetcher
@@ -132,6 +133,8 @@ class Delivery:
             self._at_hand, self.batch_weight = request, weight
             if not len(block):
                 self._warn_of_stand_in(dealt, loader)
+            if len(block) == 1 < min(dealt.placement.least_samples, dealt.placement.world_size):
+                self._warn_of_single_sample(dealt, loader)
             dealt.handed_out += len(block)
             yield batch
             session.end_micro_batch()
@@ -147,6 +150,24 @@ class Delivery:
             "loader %r: step %d of epoch %d has %d samples for %d ranks, so rank %d gets a copy of another rank's. It weighs nothing in "
             "training; sums over batches must not count it either: multiply by loader.batch_weight, which is 0 here, and not by the "
             "length of the batch",
+            loader,
+            dealt.number,
+            dealt.epoch,
+            len(dealt.positions),
+            dealt.placement.world_size,
+            dealt.placement.rank,
+        )
+
+    def _warn_of_single_sample(self, dealt: DealtStep, loader: str) -> None:
+        """Warns once that this rank's batch normalization may have nothing to normalize by."""
+        if self._warned_of_single:
+            return
+        self._warned_of_single = True
+        _log.warning(
+            "loader %r: step %d of epoch %d has %d samples for %d ranks, so rank %d gets one. The model "
+            'has batch normalization, which raises "Expected more than 1 value per channel" where a '
+            "sample has one value per channel: use a global_batch_size of at least 2 samples for each "
+            "rank that may join, drop_last=True if only the last step is short, or SyncBatchNorm",
             loader,
             dealt.number,
             dealt.epoch,

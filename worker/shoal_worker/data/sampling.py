@@ -79,19 +79,25 @@ class EpochPlan:
             return range(cursor, cursor)
         return range(cursor, max(cursor, stop))
 
-    def deal(self, step: range, rank: int, world_size: int) -> tuple[Block, ...]:
+    def deal(self, step: range, rank: int, world_size: int, least: int = 1) -> tuple[Block, ...]:
         """The blocks of `rank` among `world_size` in a step.
 
-        Plain: one contiguous part, perhaps empty; parts differ by at most one sample. With micro-batches: a contiguous run of whole
+        Plain: one contiguous part, perhaps empty; parts differ by at most one sample. Of a short
+        step parts have at least `least` samples, if whole steps have enough for that and the step
+        itself does: then the highest ranks get none. With micro-batches: a contiguous run of whole
         micro-batches, perhaps none; runs differ by at most one. Lower ranks get the larger parts.
         """
         if not 0 <= rank < world_size:
             raise ConfigurationError(f"rank={rank}: expected 0 to {world_size - 1} in a world of {world_size}")
         if self.micro_batch_size is None:
-            return (Block(index=rank, positions=step[part_of(len(step), rank, world_size)]),)
+            parts = world_size
+            if least * world_size > len(step) < self.global_batch_size >= least * world_size:
+                parts = max(1, len(step) // least)
+            mine = part_of(len(step), rank, parts) if rank < parts else slice(len(step), len(step))
+            return (Block(index=rank, positions=step[mine]),)
         starts = range(0, len(step), self.micro_batch_size)
-        mine = range(len(starts))[part_of(len(starts), rank, world_size)]
-        return tuple(Block(index=i, positions=step[starts[i] : starts[i] + self.micro_batch_size]) for i in mine)
+        runs = range(len(starts))[part_of(len(starts), rank, world_size)]
+        return tuple(Block(index=i, positions=step[starts[i] : starts[i] + self.micro_batch_size]) for i in runs)
 
 
 def part_of(items: int, rank: int, world_size: int) -> slice:

@@ -55,7 +55,7 @@ def dealt_by(plan: EpochPlan, positions: range, cursor: Cursor, placement: Place
         epoch=cursor.epoch,
         number=cursor.step,
         positions=positions,
-        blocks=plan.deal(positions, placement.rank, placement.world_size),
+        blocks=plan.deal(positions, placement.rank, placement.world_size, placement.least_samples),
         most_blocks=len(plan.deal(positions, 0, placement.world_size)),
     )
 
@@ -126,8 +126,9 @@ class Dealer:
         return DealtStep(placement=placement, epoch=epoch, number=number, positions=positions, blocks=(block,))
 
     def request(self, dealt: DealtStep, block: Block) -> Request:
-        """The batch that `block` means. A rank without samples in the step gets the step's first one: it must take part in collectives."""
-        positions = block.positions or dealt.positions[:1]
+        """The batch that `block` means. A rank without samples in the step gets the step's first
+        ones: it must take part in collectives."""
+        positions = block.positions or dealt.positions[: dealt.placement.least_samples]
         indices = tuple(self._orders.indices(dealt.epoch, positions))
         return Request(epoch=dealt.epoch, indices=indices, key=(self._seed, dealt.epoch, dealt.number, block.index))
 

@@ -89,7 +89,7 @@ class StreamSupply(Supply):
 
     def request(self, dealt: DealtStep, block: Block) -> Request:
         """See `Supply`."""
-        positions = block.positions or dealt.positions[:1]
+        positions = block.positions or dealt.positions[: dealt.placement.least_samples]
         return Request(epoch=dealt.epoch, indices=tuple(positions), key=(self._seed, dealt.epoch, dealt.number, block.index))
 
     def following(self, dealt: DealtStep, request: Request) -> Iterator[Request]:

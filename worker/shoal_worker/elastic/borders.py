@@ -198,6 +198,7 @@ class Borders:
             rank=engine.data_parallel_rank,
             world_size=engine.data_parallel_size,
             leads_replica=engine.leads_replica,
+            least_samples=engine.least_samples,
         )
 
     @property

@@ -3,15 +3,13 @@
 A step's control word says only that they did (`step.py`); then all ranks know it, and tell each other the rest here. Used by the
 training thread.
 
-Replicas drift apart without a word when memory or arithmetic fails on one machine, or when a script changes parameters on one rank alone.
-So now and then ranks compare digests of what several of them hold in common (`replicas_compared.py`; `disagreement`).
+Ranks whose values have drifted apart are found by `replicas_compared.py`.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from shoal_common.errors import MembershipChanged, PreconditionError
@@ -146,18 +144,3 @@ def _describe(place: Sequence[Any]) -> str:
     if not loader:
         return "a step of a loop without a loader of Shoal's"
     return f"step {step} of epoch {epoch} of loader {loader!r}, the script's number {number},"
-
-
-def disagreement(told: Sequence[Mapping[str, int]]) -> str | None:
-    """Which ranks hold something else than the others under one label, for an error; None: all agree. `told`: by rank."""
-    for label in sorted({label for each in told for label in each}):
-        held = {rank: each[label] for rank, each in enumerate(told) if label in each}
-        counts = Counter(held.values())
-        if len(counts) == 1:
-            continue
-        most, number = counts.most_common(1)[0]
-        others = [rank for rank, digest in held.items() if digest != most]
-        if 2 * number <= len(held):
-            return f"ranks {list(held)} hold different values of {label}"
-        return f"{', '.join(f'rank {rank}' for rank in others)}, of ranks {list(held)}, holds other values of {label} than the rest"
-    return None

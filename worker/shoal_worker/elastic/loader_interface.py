@@ -42,6 +42,9 @@ class Placement:
     """Number of data-parallel replicas."""
     leads_replica: bool = True
     """Among the ranks of a replica, which all get the same samples, this is the one that counts and records them."""
+    least_samples: int = 1
+    """Samples that a rank gets of a short step, unless it gets none: batch normalization needs
+    two."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,10 @@
-"""Ranks compare what they hold in common after every so many steps: a machine that computes wrongly is found, and not trained on with.
+"""Compares what several ranks hold in common, and names what differs.
+
+Ranks drift apart when a script changes values on some of them alone, or when memory or arithmetic
+fails on one machine. They compare after steps 1, 2, 4, 8 and so on, then after every
+`consistency_check_every` steps, at the end of every epoch, and at the end of the run. Digests of
+groups of tensors come first. Where those differ, ranks exchange digests of each tensor in the
+group, then of parts of the first tensor that differs, which tell one cause from the other.
 
 Used by the training thread.
 """
@@ -6,29 +12,126 @@ Used by the training thread.
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
+import torch
 from shoal_common.errors import MembershipChanged
 
+from shoal_worker.elastic.channel import Channel
 from shoal_worker.elastic.committed_state import HeldState
-from shoal_worker.elastic.divergence import disagreement
 from shoal_worker.elastic.group import Group
+from shoal_worker.state.digest import digest_in_place, digest_of
+
+_PARTS: Final = 64
+"""A tensor of which only one of so many parts differs has one or a few wrong elements."""
+
+Exchange = Callable[[bytes], Sequence[bytes]]
+"""Sends a message to all ranks and returns every rank's, by rank."""
 
 
-def compare_replicas(held: HeldState, group: Group | None) -> str | None:
-    """After every so many steps: compares what ranks hold in common. Returns what is wrong, on all of them; None: nothing, as far as is
-    known."""
+def compare_after_step(held: HeldState, group: Group | None) -> str | None:
+    """Compares if a comparison is due since the last call. Returns what differs, the same on all
+    ranks; None if nothing is known to."""
     every, before = held.engine.consistency_check_every, held.compared
     held.compared = held.steps
-    if every == 0 or held.steps // every == before // every or group is None or group.world_size == 1:
+    if group is None or group.world_size == 1 or comparisons_until(held.steps, every) == comparisons_until(before, every):
         return None
     try:
-        told = [json.loads(each) for each in group.exchange(json.dumps(dict(held.engine.in_common())).encode())]
+        return _compare(held, group.exchange)
     except MembershipChanged:
         return None  # the step counts all the same; its end notices the failure
-    apart = disagreement(told)
-    if apart is None:
+
+
+def compare_between_steps(held: HeldState, channel: Channel) -> str | None:
+    """Compares if a step was committed since the last comparison, as part of an operation. Returns
+    as `compare_after_step`."""
+    agreed = [json.loads(each) for each in channel.exchange(json.dumps(held.agreed).encode())]
+    engine = held.engine
+    alone = channel.world_size == 1 or engine.steps_alone or held.in_round
+    if alone or engine.consistency_check_every == 0 or min(agreed) >= held.steps:
         return None
-    return (
-        f"after step {held.steps} {apart}: memory or arithmetic has failed there, or the script has changed values on some ranks alone. Go "
-        f"back to a checkpoint of before, on other machines (compared every {every} steps: consistency_check_every=)"
-    )
+    return _compare(held, channel.exchange)
+
+
+def comparisons_until(steps: int, every: int) -> int:
+    """Number of comparisons that are due in the first `steps` steps. `every`: see
+    `consistency_check_every`."""
+    if every == 0 or steps < every:
+        return steps.bit_length() if every else 0
+    return (every - 1).bit_length() + steps // every
+
+
+def _compare(held: HeldState, exchange: Exchange) -> str | None:
+    in_common = held.engine.in_common()
+    digests = {group: digest_of(tensors.values()) for group, tensors in in_common.items()}
+    told: list[dict[str, Any]] = [json.loads(each) for each in exchange(json.dumps({"agreed": held.agreed, "digests": digests}).encode())]
+    groups = [each["digests"] for each in told]
+    apart = differing(groups)
+    if not apart:
+        held.agreed = held.steps
+        return None
+    agreed = min(each["agreed"] for each in told)
+    since = f"After step {agreed} all agreed: go back to a checkpoint of that step or before" if agreed else "All began alike"
+    return f"after step {held.steps} {_describe(in_common, groups, apart, exchange)}. {since}. {_OFTEN}"
+
+
+def _describe(
+    in_common: Mapping[str, Mapping[str, torch.Tensor]], groups: Sequence[Mapping[str, int]], apart: Sequence[str], exchange: Exchange
+) -> str:
+    """Which tensor differs, on which ranks, and the likely cause. `apart`: the groups that
+    differ."""
+    own = {group: {name: digest_in_place(tensor) for name, tensor in in_common.get(group, {}).items()} for group in apart}
+    told = [json.loads(each) for each in exchange(json.dumps(own).encode())]
+    group = apart[0]
+    holders = [rank for rank, each in enumerate(groups) if group in each]
+    tensors = {rank: told[rank][group] for rank in holders}
+    names = differing([tensors.get(rank, {}) for rank in range(len(told))], all_have=holders)
+    name = names[0]
+    mine = in_common.get(group, {}).get(name)
+    parts = [digest_in_place(part) for part in mine.reshape(-1).chunk(_PARTS)] if mine is not None else []
+    lists = [json.loads(each) for each in exchange(json.dumps(parts).encode())]
+    places = [lists[rank] for rank in holders]
+    wrong = sum(len(set(column)) > 1 for column in zip(*places, strict=False))
+    few = wrong == 1 and min(map(len, places)) == _PARTS
+    compared = max(map(len, tensors.values()))
+    who = disagreement({rank: each.get(name) for rank, each in tensors.items()}, name, group)
+    return f"{who} ({len(names)} of {compared} tensors there differ). {_FEW if few else _MANY}"
+
+
+_FEW: Final = (
+    f"Less than one {_PARTS}th of its elements differ, so the likely cause is memory or arithmetic that failed on that rank's machine, or "
+    "a script that writes single elements on some ranks alone"
+)
+_MANY: Final = (
+    "The likely cause is a script that changes values on some ranks alone: under `if shoal.rank() == 0:`, by random numbers or data of a "
+    "rank's own. Change them alike on every rank"
+)
+_OFTEN: Final = "consistency_check_every= sets how often ranks compare"
+
+
+def differing(told: Sequence[Mapping[str, int]], all_have: Sequence[int] = ()) -> list[str]:
+    """Names whose values differ between ranks, in order. `told`: by rank, values by name.
+    `all_have`: ranks that should have every name."""
+    names = dict.fromkeys(name for each in told for name in each)
+    return [name for name in names if len({each.get(name) for rank, each in enumerate(told) if name in each or rank in all_have}) > 1]
+
+
+def disagreement(values: Mapping[int, int | None], name: str, group: str) -> str:
+    """Says which ranks hold other values of the tensor `name` than the rest. `values`: digests by
+    rank, not all the same."""
+    most, number = Counter(values.values()).most_common(1)[0]
+    others = [rank for rank, digest in values.items() if digest != most]
+    what = f"{name} ({group})"
+    if 2 * number <= len(values):
+        return f"{_ranks(values)} hold different values of {what}"
+    rest = [rank for rank in values if rank not in others]
+    return f"{_ranks(others)} {'holds' if len(others) == 1 else 'hold'} other values of {what} than {_ranks(rest)}"
+
+
+def _ranks(ranks: Sequence[int] | Mapping[int, Any]) -> str:
+    numbers = [str(rank) for rank in ranks]
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"

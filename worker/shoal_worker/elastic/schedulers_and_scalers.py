@@ -1,10 +1,14 @@
 """State that the user registered: sent to joiners and saved in checkpoints. Schedulers of the run's optimizers, gradient scalers and
 averaged models are registered by themselves.
 
-They advance by a call that the user's loop makes, mostly after `optimizer.step()`. It must do nothing when the step was lost, and when the
-script calls again for an epoch that it passes over, as it does after a resume and in a joiner; one that was made before the step was found
-lost is undone. So their `step` (of a scheduler), `update` (of a scaler) or `update_parameters` (of an averaged model) is wrapped at
-registration, and the wrapper asks `RegisteredState`. All of it runs on the training thread.
+Schedulers and the like advance by a call that the user's loop makes, mostly after
+`optimizer.step()`. It must do nothing when the step was lost, and when the script calls again for
+an epoch that it passes over, as it does after a resume and in a joiner; one that was made before
+the step was found lost is undone. So their `step` (of a scheduler), `update` (of a scaler) or
+`update_parameters` (of an averaged model) is wrapped at registration, and the wrapper asks
+`RegisteredState`. Any other object that the user registered is put back to what it was when the
+script got the batch of the lost step: when the step is found lost, and again when it begins anew.
+All of it runs on the training thread.
 
 They are found without being registered: a script that forgot `register_state` would train its joiners with other learning rates. torch
 tells nobody of their making; so `__new__` of their classes notes each one here, with a number that counts those of its kind as the script
@@ -115,6 +119,8 @@ for _kind, _name in NAMES.items():
 _log = logging.getLogger(__name__)
 
 _NO_SETTINGS: Final = frozenset({"params", "param_names"})
+_MOST_KEPT: Final = 64 << 20
+"""Bytes of an object's tensors that are copied in every step, to be put back if it is lost."""
 _FIXED: Final = frozenset({bool, float, int, str, type(None)})
 """Values of these types do not change in place."""
 _ADVANCES: Final = {"get_scale": "update", "update_parameters": "update_parameters", "": "step"}
@@ -151,6 +157,12 @@ class RegisteredState:
         """A step has begun whose outcome is not known."""
         self._early: dict[str, _Before] = {}
         """What objects were that advanced in it."""
+        self._again: dict[str, _Before] = {}
+        """What objects without a gate were before the step that was lost, until it begins anew."""
+        self._copied: set[str] = set()
+        """Objects whose state is copied in each step."""
+        self._too_large: set[str] = set()
+        """Objects that are not copied in each step, with a warning."""
         self._advanced: tuple[dict[str, dict[str, Any]], list[dict[str, Any]], dict[str, int], float | None] | None = None
         """What they have become, by name, the optimizers' settings then, the advances and the scale: while that is withdrawn."""
         self._advances: dict[str, int] = {}
@@ -296,8 +308,9 @@ class RegisteredState:
         """A GradScaler multiplied the loss of the step that is applied with `scale`."""
         self._last_scale = scale
 
-    def register(self, name: str, value: object) -> None:
+    def register(self, name: str, value: object, *, copied: bool = False) -> None:
         """Adds `value` under `name`; a state that waited under that name is loaded into it.
+        `copied`: its state is copied in each step, and put back if the step is lost.
 
         Raises:
             ConfigurationError: it has no state_dict/load_state_dict, its state cannot be carried, or the name is taken by another object.
@@ -314,6 +327,8 @@ class RegisteredState:
         for known in [known for known, one in self._found.items() if one is value]:
             del self._found[known]
         self._take(name, value, self._objects)
+        if copied and not isinstance(value, tuple(NAMES)):  # those have a gate
+            self._copied.add(name)
 
     def _take(self, name: str, value: Any, where: MutableMapping[str, Any]) -> None:
         flatten({name: value.state_dict()})  # says now what could not be sent or saved later
@@ -342,6 +357,7 @@ class RegisteredState:
         """The state of all objects."""
         self.find_new()
         states = {name: value.state_dict() for name, value in self._all.items()} | self._pending
+        states |= {name: before.state for name, before in self._again.items()}
         place = _own.place()
         return {
             "states": states,
@@ -363,6 +379,7 @@ class RegisteredState:
         self._loaded = dict(captured.get("advances", {}))
         self._advances, self._passed, self._early = dict(self._loaded), {}, {}
         self._advanced = None
+        self._again = self._copies() if self._void else {}
 
     def restored(self) -> None:
         """The optimizers have the state that belongs to what was restored last."""
@@ -387,6 +404,17 @@ class RegisteredState:
 
         return put_back
 
+    def keep_for_redo(self) -> None:
+        """Steps that the script has taken are to be taken again from the state of now."""
+        self._again = self._copies()
+
+    def put_back_again(self) -> None:
+        """The step that was lost is about to begin anew: undoes what the script has done to objects
+        since."""
+        again, self._again = self._again, {}
+        for before in again.values():
+            before.value.load_state_dict(copy.deepcopy(before.state))
+
     def step_begins(self) -> None:
         """The next step begins: advances count again."""
         self._void = False
@@ -395,15 +423,37 @@ class RegisteredState:
         self.find_new()
         self._refuse_unnamed()
 
-    def step_taken(self) -> None:
-        """The script gets its part of the step that has begun: it has come to where the run is."""
+    def step_taken(self, *, may_be_lost: bool = False) -> None:
+        """The script gets its part of the step that has begun: it has come to where the run is.
+        `may_be_lost`: objects are copied, to be put back then."""
         self.find_new()  # a joiner's first step begins at the head of its loop over epochs, before it makes what belongs to the epoch
         self._refuse_unnamed()
         self._passing, self._loaded = False, {}
+        if may_be_lost:
+            self._early |= self._copies()
+
+    def _copies(self) -> dict[str, _Before]:
+        copies = {name: self._copy(name, value) for name, value in self._objects.items() if name in self._copied}
+        return {name: before for name, before in copies.items() if before is not None}
+
+    def _copy(self, name: str, value: Any) -> _Before | None:
+        if name in self._too_large:
+            return None
+        state = value.state_dict()
+        if sum(tensor.nbytes for tensor in flatten({name: state})[1].values()) > _MOST_KEPT:
+            self._too_large.add(name)
+            _log.warning(
+                "the registered object %r holds more than %d MiB: it is not copied in each step, so what a step that is lost does to it "
+                "stays. Change it behind optimizer.step(), and only if that returned a true value",
+                name,
+                _MOST_KEPT >> 20,
+            )
+            return None
+        return _Before(value, copy.deepcopy(state), [], self._advances.get(name, 0))
 
     def step_committed(self) -> None:
         """The step in progress counts, and what has advanced in it already."""
-        self._open, self._early = False, {}
+        self._open, self._early, self._again = False, {}, {}
         self._loaded_settings = None
         if self._unchecked:
             self._unchecked = False
@@ -468,6 +518,7 @@ class RegisteredState:
         """The step was lost: its advances must not count."""
         self.find_new()
         self._void = True
+        self._again |= {name: before for name, before in self._early.items() if name in self._copied}
         self.step_undone()
 
     def step_undone(self) -> None:
@@ -498,7 +549,7 @@ class RegisteredState:
 
     def _put_back_early(self) -> None:
         for name, before in reversed(self._early.items()):
-            before.value.load_state_dict(before.state)
+            before.value.load_state_dict(copy.deepcopy(before.state))
             self._put_settings(before.settings)
             self._advances[name] = before.advances
 

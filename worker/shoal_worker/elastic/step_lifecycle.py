@@ -40,11 +40,12 @@ from shoal_worker.elastic.loader_interface import (
 )
 from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.progress import ProgressMeter
-from shoal_worker.elastic.replicas_compared import compare_replicas
+from shoal_worker.elastic.replicas_compared import compare_after_step
 from shoal_worker.elastic.return_to_checkpoint import ReturnToCheckpoint
 from shoal_worker.elastic.step import Step, StepPhase, not_finished
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.randomness import seed_generators
+from shoal_worker.state.tree import flatten
 
 _log = logging.getLogger(__name__)
 
@@ -58,13 +59,17 @@ class StepLifecycle:
         formation: Formation | None,
         departure: Departure,
         *,
-        operation: Callable[[str], object],
+        compare: Callable[[str], str | None],
         progress: ProgressMeter,
         metrics: WorkerMetrics,
         drain_grace: timedelta = timedelta(0),
     ) -> None:
-        """`formation`: None in a world of one. `operation(kind)` returns when all ranks have called it. `drain_grace`: see `Borders`."""
+        """`formation`: None in a world of one. `compare`: an operation of the given kind, in which
+        ranks compare what they hold in common; returns what differs. `drain_grace`: see
+        `Borders`."""
         self._held = held
+        self._elastic = formation is not None
+        self._state_checked = False
         self._borders = Borders(held, formation, drain_grace=drain_grace)
         self.returning = ReturnToCheckpoint(held, self._borders)
         self._departure = departure
@@ -74,7 +79,7 @@ class StepLifecycle:
         """Came while the survivors asked each other about the step in progress."""
         self.diverged: str | None = None
         """What ranks hold in common was found to differ: no further step counts, whatever the script does with the error."""
-        self._operation = operation
+        self._compare = compare
         self._progress = progress
         self._metrics = metrics
 
@@ -117,6 +122,7 @@ class StepLifecycle:
     def _begin(self, source: StepSource | None) -> Step:
         """Settles the border, and begins a step."""
         self._held.step = None
+        self._held.registered.put_back_again()
         self.before_step()
         if self._departure.stopped is not None:
             raise StopTraining(self._departure.stopped)
@@ -165,7 +171,7 @@ class StepLifecycle:
             share = dataclasses.replace(share, total_weight=summed[0] if summed is not None else max(share.weight, 1.0))
         step.share = share
         step.handed_out = True
-        self._held.registered.step_taken()
+        self._held.registered.step_taken(may_be_lost=self._elastic and not self._held.engine.asynchronous)
         if self._held.phase.replaying:
             step.first_live = True
             self._held.phase.arrive()
@@ -247,7 +253,9 @@ class StepLifecycle:
     def end_epoch(self, source: StepSource) -> None:
         """See `LoaderSession`."""
         if self._held.has_engine and not self._held.engine.asynchronous and self._departure.stopped is None:
-            self._operation("end of epoch")
+            self.diverged = self.diverged or self._compare("end of epoch")
+            if self.diverged is not None:
+                raise self._divergence(self.diverged)
 
     def lease_batches(
         self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int, at_hand: int | None = None
@@ -366,6 +374,7 @@ class StepLifecycle:
             raise step.refused
         self._apply(apply)
         self._commit(step)
+        self._check_state_travels()
         failpoint("session.after_commit")
         if step.control is not None:
             self._compare_batches(step)
@@ -404,6 +413,22 @@ class StepLifecycle:
         if here:
             held.phase.mend()
 
+    def _check_state_travels(self) -> None:
+        """After the first step that this process commits, which makes the optimizer's state. Raises
+        ConfigurationError (STATE_UNSUPPORTED): it could not be sent to a joiner, and this rank
+        would fail in the attempt."""
+        if self._state_checked or not self._elastic or self._held.engine.asynchronous:
+            return
+        self._state_checked = True
+        try:
+            self._held.engine.check_optimizer_state()
+            flatten(self._held.capture())
+        except ConfigurationError as error:
+            raise ConfigurationError(
+                f"{error}. The state goes to workers that join, and into checkpoints, so a run cannot go on with one that cannot be sent",
+                reason=error.reason,
+            ) from error
+
     def steps_apart(self, step: Step) -> PreconditionError:
         """The error for ranks that did not mean the same step, or one model's own within it. All ranks call it."""
         return steps_apart(self._held.place(step.source), step.source, self._borders.group, step.of)
@@ -426,8 +451,8 @@ class StepLifecycle:
             self._held.batches.compare(group, step.placement)
 
     def _compare_replicas(self) -> None:
-        """After every so many steps. Raises PreconditionError (REPLICAS_DIVERGED), on all ranks."""
-        self.diverged = compare_replicas(self._held, self._borders.group)
+        """After some steps. Raises PreconditionError (REPLICAS_DIVERGED), on all ranks."""
+        self.diverged = compare_after_step(self._held, self._borders.group)
         if self.diverged is not None:
             raise self._divergence(self.diverged)
 

@@ -66,6 +66,11 @@ class TrainingEngine(Protocol):
         ...
 
     @property
+    def least_samples(self) -> int:
+        """See `Placement`. The same on all ranks."""
+        ...
+
+    @property
     def leads_replica(self) -> bool:
         """This rank is the first of those that hold its replica of the model."""
         ...
@@ -129,9 +134,15 @@ class TrainingEngine(Protocol):
         """After how many steps ranks compare what they hold in common; 0: never."""
         ...
 
-    def in_common(self) -> Mapping[str, int]:
-        """Digests of what this rank holds that others hold as well, after a step that all have applied, by a name that says what it is of:
-        equal on all ranks that hold it."""
+    def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """What this rank holds that others hold as well, after a step that all have applied:
+        tensors by name, in groups that a rank holds as a whole or not at all. Equal on all ranks
+        that hold them. Shares memory with the state."""
+        ...
+
+    def check_optimizer_state(self) -> None:
+        """Raises ConfigurationError (STATE_UNSUPPORTED), which names the parameter and the entry:
+        the optimizer keeps something that cannot be sent to a rank that joins, or saved."""
         ...
 
     def capture(self) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from shoal_worker.backends import native_threads
 from shoal_worker.backends.mpi.backend import own_seat
 from shoal_worker.backends.process_end import end_now
 from shoal_worker.backends.worlds import Seat, own_world
+from shoal_worker.child_processes import keep_socket_paths_short, report_dead_threads
 from shoal_worker.elastic.coordinator_messages import run_message
 from shoal_worker.elastic.desync_detector import DesyncDetector
 from shoal_worker.elastic.fixed import FixedMembership
@@ -197,6 +198,8 @@ def open_session(settings: WorkerSettings | None = None) -> Session:
 
 def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetrics) -> Session:
     """The session of a member of a job. What was opened for it is closed again if it does not become one: the script may try once more."""
+    with contextlib.suppress(ConfigurationError, OSError):  # a script need not have data workers of its own
+        keep_socket_paths_short()
     with ExitStack() as undo:
         http = _serve(settings.metrics_listen, metrics)
         if http is not None:
@@ -321,6 +324,9 @@ class _Exit:
     def install(self) -> None:
         """Hooks into exceptions and exit."""
         self._script.install()
+        report_dead_threads(
+            lambda said: end_now(PUT_OUT, f"this worker ends with status {PUT_OUT}, for its launcher to start it anew: {said}")
+        )
         self._excepthook, sys.excepthook = sys.excepthook, self._note_uncaught
         atexit.register(self._leave)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import abc
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
@@ -37,7 +37,8 @@ from shoal_worker.engine.passes import Loss, call_module
 from shoal_worker.engine.tentative_update import TentativeUpdate
 from shoal_worker.modes import evaluating
 from shoal_worker.state.fits import check_fits
-from shoal_worker.state.tree import StatePart
+from shoal_worker.state.tree import StatePart, flatten
+from shoal_worker.torch_internals import _BatchNorm
 
 # ----------------------------------------------------------------------------------------------------------------------------- the engine
 
@@ -71,6 +72,12 @@ class Setup:
     """The model is one of several: passes of others go through it, also while the script has frozen it, and leave gradients here."""
 
 
+def _normalizes_batches(layer: nn.Module) -> bool:
+    """Whether the layer normalizes by the samples of this rank alone, and raises where that is
+    one."""
+    return isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
+
+
 class Engine(abc.ABC):
     """One model and its optimizer in training. Where nothing else is said, this rank holds the whole of both."""
 
@@ -93,7 +100,11 @@ class Engine(abc.ABC):
         """The user's; None: there is none, or `attach` is to come."""
         give_memory(setup.module)
         check_state_can_travel(setup.module, setup.strategy, whole=self.keeps_parameters_whole)
+        self.least_samples = 2 if any(map(_normalizes_batches, setup.module.modules())) else 1
+        """See `TrainingEngine`."""
         self._setup = setup
+        self._entry: Callable[..., Any] | None = None
+        """A method of the module that the next pass goes through; None: `forward`."""
         self._session = setup.session
         self._options = setup.options
 
@@ -106,6 +117,33 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass, which in training begins the step where no loader did."""
+
+    def entering(self, name: str, *, frozen: bool) -> Callable[..., Any]:
+        """`forward`, or `forward_frozen`, through that method of the module in the place of its own
+        (`register_forward_method`)."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._entry = self._as_forward(name)
+            try:
+                return self.forward_frozen(*args, **kwargs) if frozen else self.forward(*args, **kwargs)
+            finally:
+                self._entry = None
+
+        return call
+
+    def check_forward_method(self, name: str) -> None:
+        """Raises ConfigurationError: no pass can go through a method beside `forward`."""
+
+    def _as_forward(self, name: str) -> Callable[..., Any]:
+        """The module's method, to be called as its forward pass."""
+        method: Callable[..., Any] = getattr(self.module, name)
+        return method
+
+    def _compute(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module, or the method of it that this pass goes through. What that calls in
+        turn are passes through `forward`."""
+        call, self._entry = self._entry or self._setup.call, None
+        return call(*args, **kwargs)
 
     @abc.abstractmethod
     def train_step(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
@@ -298,7 +336,7 @@ class Engine(abc.ABC):
 
     def forward_frozen(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass where none of its parameters is to get a gradient: nothing will be reduced."""
-        return self._setup.call(*args, **kwargs)
+        return self._compute(*args, **kwargs)
 
     def has_gradients(self) -> bool:
         """A backward pass of the step in progress has left some that are not zero."""
@@ -423,9 +461,29 @@ class Engine(abc.ABC):
         """What the configuration says."""
         return self.config.consistency_check_every
 
-    def in_common(self) -> Mapping[str, int]:
+    def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Nothing that others hold."""
         return {}
+
+    def check_optimizer_state(self) -> None:
+        """See `TrainingEngine`."""
+        state = self.optimizer.state if self.optimizer is not None else {}
+        for name, parameter in self._optimized():
+            for key, value in state.get(parameter, {}).items():
+                try:
+                    self._check_can_travel(key, value)
+                except ConfigurationError as error:
+                    raise ConfigurationError(
+                        f"{type(self.optimizer).__name__} keeps {key!r} of parameter {name!r}: {error}", reason="STATE_UNSUPPORTED"
+                    ) from error
+
+    def _optimized(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """What the optimizer updates of each parameter here."""
+        return self.module.named_parameters()
+
+    def _check_can_travel(self, key: str, value: Any) -> None:
+        """Raises ConfigurationError unless such an entry of the optimizer's state can be sent."""
+        flatten({key: value})
 
     @abc.abstractmethod
     def has_values(self) -> bool: ...

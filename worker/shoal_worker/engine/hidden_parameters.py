@@ -228,7 +228,8 @@ def _refusal(func: Any, hidden: _Absent) -> PreconditionError:
     return PreconditionError(
         f"{_name(func)} of parameter {place.name!r}: with strategy={place.whereabouts.strategy!r} this rank has its values in passes only. "
         "Called on every rank, model.full_state_dict() and model.gather_full_parameters() give copies of them, "
-        "model.with_parameters(values) sets them, and model.clone() copies the model"
+        "model.with_parameters(values) sets them, and model.clone() copies the model. A method of the module that computes with them is "
+        "called as model.NAME(...), after model.register_forward_method('NAME')"
     )
 
 

@@ -125,6 +125,9 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
     def _own_pieces(self) -> Iterable[tuple[str, torch.Tensor]]:
         """What this rank holds of each parameter, as its own."""
 
+    def _optimized(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return self._own_pieces() if self._parts is not None else ()
+
     @abc.abstractmethod
     def _trained(self) -> Iterable[tuple[str, torch.Tensor, bool]]:
         """The parameters that are here, and whether they were to be trained at `as_distributed`."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+import enum
+from collections.abc import Callable, Iterable, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, Final, Literal
 
+import numpy as np
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
+from torch import nn
 
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.elastic.step import Step
@@ -66,11 +70,53 @@ def half_a_pass() -> PreconditionError:
     )
 
 
-def when_gradients_come(tree: Any, call: Callable[[Any], None], *, mode: Literal["any", "all"]) -> None:
-    """Calls `call` once in a backward pass: when any, or all, of the tensors in `tree` that want a gradient get theirs."""
-    leaves = [tree] if isinstance(tree, torch.Tensor) else pytree.tree_leaves(tree)
-    found = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors in what a module takes or returns, each once: in containers, dataclasses, and
+    attributes of other objects."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    found: dict[int, torch.Tensor] = {}
+    seen: dict[int, Any] = {}
+    ahead = [tree]
+    while ahead and len(seen) < _MOST_OBJECTS:
+        one = ahead.pop()
+        if isinstance(one, torch.Tensor):
+            found[id(one)] = one
+        elif not isinstance(one, _WITHOUT_TENSORS) and id(one) not in seen:
+            seen[id(one)] = one
+            ahead += reversed([*_parts_of(one)])
+    return [*found.values()]
+
+
+def _parts_of(one: Any) -> Iterable[Any]:
+    """What an object is made of, as far as that can be told."""
+    if isinstance(one, Mapping):
+        return one.values()
+    if isinstance(one, list | tuple | set | frozenset):
+        return one
+    leaves = pytree.tree_leaves(one)
+    if len(leaves) != 1 or leaves[0] is not one:
+        return leaves
+    slotted = [kind.__dict__["__slots__"] for kind in type(one).__mro__ if "__slots__" in kind.__dict__]
+    slots = [name for names in slotted for name in ([names] if isinstance(names, str) else names)]
+    attributes = (name for name in slots if name not in ("__dict__", "__weakref__") and hasattr(one, name))
+    return [*getattr(one, "__dict__", {}).values(), *(getattr(one, name) for name in attributes)]
+
+
+_WITHOUT_TENSORS: Final = (
+    *(type(None), bool, int, float, complex, str, bytes, type, enum.Enum, np.ndarray, np.generic),
+    *(torch.dtype, torch.device, torch.Generator, nn.Module, ModuleType, FunctionType, MethodType, BuiltinFunctionType),
+)
+_MOST_OBJECTS: Final = 10_000
+"""Objects that are looked into, at most: an attribute may lead to a dataset."""
+
+
+def when_gradients_come(tree: Any, call: Callable[[Any], None], *, mode: Literal["any", "all"]) -> bool:
+    """Calls `call` once in a backward pass: when any, or all, of the tensors in `tree` that want a
+    gradient get theirs. False: there are none, as far as `tensors_in` finds them."""
+    found = [tensor for tensor in tensors_in(tree) if tensor.requires_grad]
     if len(found) == 1:
         found[0].register_hook(call)  # what the other comes down to, at a tenth of its price
     elif found:
         torch.autograd.graph.register_multi_grad_hook(found, call, mode=mode)
+    return bool(found)

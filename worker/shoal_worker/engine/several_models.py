@@ -133,6 +133,10 @@ class SeveralEngines:
         return self._first.within_round
 
     @property
+    def least_samples(self) -> int:
+        return max(engine.least_samples for engine in self._engines)
+
+    @property
     def consistency_check_every(self) -> int:
         return self._first.consistency_check_every
 
@@ -149,9 +153,13 @@ class SeveralEngines:
 
     # --------------------------------------------------------------------------------------------------------- each for itself
 
-    def in_common(self) -> Mapping[str, int]:
+    def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         told = enumerate(engine.in_common() for engine in self._engines)
-        return {f"{label}, of model {number}": digest for number, each in told for label, digest in each.items()}
+        return {f"{label}, of model {number}": tensors for number, each in told for label, tensors in each.items()}
+
+    def check_optimizer_state(self) -> None:
+        for engine in self._engines:
+            engine.check_optimizer_state()
 
     def has_values(self) -> bool:
         return all(engine.has_values() for engine in self._engines)

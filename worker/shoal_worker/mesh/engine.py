@@ -39,6 +39,7 @@ from shoal_worker.mesh.gradients import MeshGradients
 from shoal_worker.mesh.parts import ModelParts
 from shoal_worker.mesh.passes import MeshPasses
 from shoal_worker.mesh.rank_mesh import RankMesh, alone
+from shoal_worker.mesh.resharding import checked
 from shoal_worker.modes import modes_of, set_modes
 from shoal_worker.sharding.collectives import IssuedCollectives
 
@@ -80,6 +81,12 @@ class MeshEngine(MeshPasses):
 
     def _own_pieces(self) -> Iterable[tuple[str, torch.Tensor]]:
         return self._held.data_axis.own.items()
+
+    def _check_can_travel(self, key: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            super()._check_can_travel(key, value)
+        else:
+            checked(key, value)
 
     def _trained(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
         for name, parameter in self._held.parameters.items():
@@ -439,7 +446,7 @@ class MeshEngine(MeshPasses):
         whole = self._held.assemble(channel)
         return whole | {"buffers": unsaved} if unsaved else whole
 
-    def in_common(self) -> Mapping[str, int]:
+    def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """See `TrainingEngine`: this rank's part, with the other replicas' ranks that hold the same."""
         return self._held.in_common() if self._mesh is not None else {}
 

@@ -38,7 +38,7 @@ from shoal_worker.mesh.resharding import MeshCut, PieceState, RankParts, WholeTe
 from shoal_worker.mesh.step_group import GroupMesh
 from shoal_worker.pipelining.partial import empty_on
 from shoal_worker.pipelining.split import named_tensors
-from shoal_worker.state.digest import digest_of, state_tensors
+from shoal_worker.state.digest import state_tensors
 from shoal_worker.state.serial import dump_tensors, load_tensors
 from shoal_worker.state.tree import flatten, unflatten
 from shoal_worker.tensor_parallel.context import DropoutRandomness
@@ -262,15 +262,16 @@ class ModelParts(StateInParts):
         self.hidden = HiddenParameters(parameters, self.whereabouts)
         self.hidden.hide()
 
-    def in_common(self) -> dict[str, int]:
-        """Digests of this rank's shards, with their optimizer state, by what they are of."""
+    def in_common(self) -> dict[str, dict[str, torch.Tensor]]:
+        """This rank's shards, with their optimizer state, by what they are of."""
         assert self.cut is not None
-        at = self.cut.at
-        digests = {}
+        at, common = self.cut.at, {}
         for position, runs in self.data_axis.runs(self.optimizer).items():
-            tensors = [[run.value, *state_tensors({name: run.state}, [name])] for name, run in sorted(runs.items())]
-            digests[f"part {at.pipeline}.{at.tensor}, shard {position}"] = digest_of(tensor for each in tensors for tensor in each)
-        return digests
+            ordered = dict(sorted(runs.items()))
+            values = {repr(name): run.value for name, run in ordered.items()}
+            moments = state_tensors({name: run.state for name, run in ordered.items()}, {name: name for name in ordered})
+            common[f"part {at.pipeline}.{at.tensor}, shard {position}"] = values | moments
+        return common
 
     def held(self) -> list[RankParts]:
         """For `gather`: the newest first."""

@@ -113,6 +113,13 @@ class MeshPasses(PartitionedEngine[ModelParts, Closing]):
             self._await_gradients(output)
         return output
 
+    def check_forward_method(self, name: str) -> None:
+        """See `Engine`."""
+        raise ConfigurationError(
+            f"register_forward_method({name!r}) with strategy={self.strategy!r}: layers and stages are split along the module's forward "
+            "pass, which alone can go through them. Have forward() call the method, as told by an argument; or take zero3 or fsdp"
+        )
+
     def forward_frozen(self, *args: Any, **kwargs: Any) -> Any:
         """See `Engine`. The ranks of a replica meet in it as in every pass."""
         if self._ahead:

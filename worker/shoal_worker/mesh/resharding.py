@@ -175,7 +175,7 @@ def _packed_places(held: Sequence[RankParts], places: Sequence[MeshPlace], names
                 if isinstance(one, torch.Tensor):
                     tensors[json.dumps([place, name, key])] = one
                 else:
-                    scalars.append([place, name, key, _checked(key, one)])
+                    scalars.append([place, name, key, checked(key, one)])
     return dump_tensors(tensors, {"scalars": scalars})
 
 
@@ -246,9 +246,15 @@ def _run_at(held: Sequence[RankParts], stage: int | None, part: int, shard: int,
     return next((one.runs[shard][name] for one in at_hand if name in one.runs.get(shard, {})), None)
 
 
-def _checked(key: str, one: Any) -> Any:
+def checked(key: str, one: Any) -> Any:
+    """Returns a value of the optimizer's state that is no tensor. Raises ConfigurationError
+    (STATE_UNSUPPORTED) if it cannot be sent."""
     if not isinstance(one, bool | int | float | str | None):
-        raise ConfigurationError(f"the optimizer keeps a {type(one).__name__} ({key!r}) in its state, which cannot be sent")
+        raise ConfigurationError(
+            f"the optimizer keeps a {type(one).__name__} ({key!r}) in its state, which cannot be "
+            "sent: expected a tensor, a number or a string",
+            reason="STATE_UNSUPPORTED",
+        )
     return one
 
 
@@ -263,7 +269,7 @@ def _packed(held: Sequence[RankParts], own: Sequence[tuple[str, int, int]], stat
         first = part == 0 and shard == 0
         for key, one in run.state.items() if state else ():
             if not isinstance(one, torch.Tensor):
-                _checked(key, one)
+                checked(key, one)
                 if first:
                     scalars.setdefault(name, {})[key] = one
             elif (element := is_element(one, key, run.value.shape)) or first:

@@ -47,7 +47,7 @@ from shoal_worker.engine.tentative_update import TentativeUpdate
 from shoal_worker.replicated.buckets import AccumulatedReduction
 from shoal_worker.replicated.reduction import OverlappedReduction
 from shoal_worker.replicated.step_tables import StepTables
-from shoal_worker.state.digest import digest_of, state_tensors
+from shoal_worker.state.digest import state_tensors
 from shoal_worker.tables import check_unscaled
 from shoal_worker.torch_internals import uncompiled
 
@@ -104,7 +104,7 @@ class ReplicatedEngine(Engine):
         Outputs may have any form. Parameters that take no part in the pass are no error, also where they differ by rank.
         """
         reduces = self.module.training and torch.is_grad_enabled() and self._begin_pass()
-        output = self._setup.call(*args, **kwargs)
+        output = self._compute(*args, **kwargs)
         if reduces:
             self._follow(output)
         return output
@@ -232,11 +232,12 @@ class ReplicatedEngine(Engine):
         if self.optimizer is not None and state["optimizer"] is not None:
             self._check_optimizer_fits(state["optimizer"])
 
-    def in_common(self) -> Mapping[str, int]:
+    def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """See `TrainingEngine`: all of it."""
         optimizer = self.optimizer
-        moments = state_tensors(optimizer.state, self.module.parameters()) if optimizer is not None else ()
-        return {"the model": digest_of(ModuleState(self.module).tensors.values()), "the optimizer's state": digest_of(moments)}
+        moments = state_tensors(optimizer.state, dict(self.module.named_parameters())) if optimizer is not None else {}
+        model = {repr(name): tensor for name, tensor in ModuleState(self.module).tensors.items()}
+        return {"the model": model, "the optimizer's state": moments}
 
     def has_values(self) -> bool:
         """See `TrainingEngine`."""

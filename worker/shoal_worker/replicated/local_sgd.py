@@ -317,9 +317,9 @@ class LocalSGDEngine(ReplicatedEngine):
         self._outer.momentum = {name: value.to(parameters[name].device, copy=True) for name, value in momentum.items()}
         self._round_over()
 
-    def in_common(self) -> Mapping[str, int]:
+    def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """See `TrainingEngine`: the average. The optimizer's state is each rank's own."""
-        return {name: digest for name, digest in super().in_common().items() if name == "the model"}
+        return {name: tensors for name, tensors in super().in_common().items() if name == "the model"}
 
     def regroup(self, group: Group) -> None:
         """See `TrainingEngine`. A rank without optimizer state gets the mean of the others'."""

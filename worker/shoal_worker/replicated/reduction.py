@@ -19,9 +19,8 @@ Threads: hooks run where the backward pass does, while the training thread waits
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal_worker.elastic.course import GRADIENTS
 from shoal_worker.engine.compressed import GradientCompression, check_floating, memory_order
-from shoal_worker.engine.passes import half_a_pass
+from shoal_worker.engine.passes import half_a_pass, tensors_in
 from shoal_worker.replicated.buckets import Bucket, Flight, Slot, lay_out
 from shoal_worker.torch_internals import after_backward, in_backward
 
@@ -96,9 +95,9 @@ class OverlappedReduction:
     def follow(self, output: Any) -> None:
         """After a forward pass: the end of the backward pass through `output` is the end of its reduction.
 
-        Known by the first gradient that reaches the output, since passes nest (reentrant checkpointing). Where the output is none of the
-        usual structures, each nested pass ends a reduction of its own: right as well, but slower.
-        """
+        Known by the first gradient that reaches the output, since passes nest (reentrant
+        checkpointing). Where no tensor is found in the output, each nested pass ends a reduction of
+        its own: right as well, but slower."""
         me = weakref.ref(self)
 
         def reached(_: torch.Tensor) -> None:
@@ -106,7 +105,7 @@ class OverlappedReduction:
             if reduction is not None:
                 reduction._await_end()
 
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(reached)
 
@@ -381,18 +380,3 @@ class OverlappedReduction:
 def _factor(share: Share) -> float:
     """This rank's weight in the mean."""
     return share.weight / share.total_weight if share.total_weight else 0.0
-
-
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what a model returned."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, (list, tuple)):
-        for value in output:
-            yield from _tensors(value)
-    elif dataclasses.is_dataclass(output):
-        for field in dataclasses.fields(output):
-            yield from _tensors(getattr(output, field.name))

@@ -471,7 +471,7 @@ class ShardedEngine(ShardedPasses):
         part = self._held.part(channel)
         return part if part is None or self._compression is None else self._compression.part(part, channel)
 
-    def in_common(self) -> Mapping[str, int]:
+    def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """See `TrainingEngine`: shards with the ranks that mirror them, and what is whole on every rank."""
         return self._held.in_common() if self._parts is not None and not self._parts.whole else {}
 

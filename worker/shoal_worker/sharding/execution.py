@@ -107,6 +107,9 @@ class Block:
         self.units = units
         self.open = 0
         """Forward passes through it that no backward pass has come out of."""
+        self.passes_gradients = False
+        """A backward pass may go through what it computes: it has trained parameters, or inputs
+        that want a gradient."""
 
 
 class ShardedExecution:
@@ -172,6 +175,8 @@ class ShardedExecution:
         """The number of the step that began last."""
         self._issues: Callable[[str], None] = _do_nothing
         self._hooks: list[RemovableHandle] = []
+        self._around_root: tuple[BeforeForward, AfterForward] | None = None
+        """What is called around the outermost module's forward pass."""
         for number, unit in enumerate(self._reduced):
             for index, leaf in enumerate(unit.leaves):
                 self._hooks.append(leaf.register_post_accumulate_grad_hook(GradientHook(self.gradient_ready, number, index)))
@@ -181,10 +186,12 @@ class ShardedExecution:
                 after = AfterForward(functools.partial(self.after_forward, block))
                 self._hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
                 self._hooks.append(module.register_forward_hook(after, always_call=True))
+                self._around_root = self._around_root or (before, after)
         elif any(unit.apart for unit in self.units):
             before, after = BeforeForward(self.show_copies), AfterForward(self.hide_copies)
             self._hooks.append(units[0][0].register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             self._hooks.append(units[0][0].register_forward_hook(after, always_call=True))
+            self._around_root = before, after
 
     def release(self) -> None:
         """The modules and parameters are another's from here on."""
@@ -192,6 +199,24 @@ class ShardedExecution:
             hook.remove()
 
     # ------------------------------------------------------------------------------------------------------- for the strategy
+
+    def as_forward(self, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A method of the outermost module, to be called as if it were its `forward`: the module's
+        own parameters are there."""
+        if self._around_root is None:
+            return method
+        before, after = self._around_root
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before(module, args, kwargs)
+            output = None
+            try:
+                output = method(*args, **kwargs)
+            finally:
+                after(module, args, output)
+            return output
+
+        return call
 
     def gather_all(self) -> None:
         """Whole parameters everywhere, all at once on their way."""
@@ -316,9 +341,13 @@ class ShardedExecution:
             unit.forget_gradients()
 
     def drop_gradients(self) -> None:
-        """The parameters' gradients are no more: those of the last step, or those that the step in progress is to begin without."""
+        """The parameters' gradients are no more: those of the last step, or those that the step in
+        progress is to begin without. A graph that was built before may still bring others, which
+        weigh the same."""
         if self._whereabouts.pending:
+            factor = self.factor
             self.forget()
+            self.factor = factor
         for unit in self._reduced:
             unit.hidden.drop_gradients()
 
@@ -346,7 +375,8 @@ class ShardedExecution:
             return
         if torch.is_grad_enabled():
             block.open += 1
-            when_gradients_come(inputs, lambda _: self._after_backward_of(block), mode="all")
+            follows = when_gradients_come(inputs, lambda _: self._after_backward_of(block), mode="all")
+            block.passes_gradients = follows or any(unit.trained for unit in block.units)
         if block is not self._order_at(len(self._visited)):
             del self._order[len(self._visited) :]
             self._order.append(block)
@@ -363,11 +393,13 @@ class ShardedExecution:
             return
         if is_root:
             self._root_forwards -= 1
-        if torch.is_grad_enabled():
-            when_gradients_come(output, lambda _: self._before_backward(block), mode="any")
-        else:
-            is_root = False  # nobody will come back to it
-        if not is_root and not self.pinned:
+        stays = is_root or self.pinned
+        if not torch.is_grad_enabled():
+            stays = self.pinned  # nobody will come back to it
+        elif not when_gradients_come(output, lambda _: self._before_backward(block), mode="any"):
+            # It may have written to its inputs, or returned an object that does not show its tensors. The backward pass's end frees it.
+            stays = stays or block.passes_gradients
+        if not stays:
             for unit in block.units:
                 unit.free()
 

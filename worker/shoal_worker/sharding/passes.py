@@ -6,6 +6,7 @@ is `ShardedExecution`'s (`execution.py`). All on the training thread.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -64,7 +65,11 @@ class ShardedPasses(PartitionedEngine[ShardedState, CutClosing]):
                 self._execution.factor = 0.0
         if self.config.param_dtype is not None:
             args, kwargs = in_dtype((args, kwargs), self.config.param_dtype)
-        return self._setup.call(*args, **kwargs)
+        return self._compute(*args, **kwargs)
+
+    def _as_forward(self, name: str) -> Callable[..., Any]:
+        method: Callable[..., Any] = getattr(self.module, name)
+        return self._execution.as_forward(self.module, method) if self._parts is not None else method
 
     def forward_frozen(self, *args: Any, **kwargs: Any) -> Any:
         """See `Engine`. There is nothing to reduce in the backward pass."""

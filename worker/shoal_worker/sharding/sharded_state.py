@@ -42,7 +42,7 @@ from shoal_worker.sharding.resharding import (
 )
 from shoal_worker.sharding.unit import Stage, Unit
 from shoal_worker.sharding.whole_vectors import ParameterIndex, agree, assemble, copy_singles, optimizer_state, own_runs, spread
-from shoal_worker.state.digest import digest_of, state_tensors
+from shoal_worker.state.digest import state_tensors
 from shoal_worker.state.tree import StatePart
 
 _log = logging.getLogger(__name__)
@@ -184,21 +184,25 @@ class ShardedState(StateInParts):
                 self._copies = merge_copies(self._copies, *copied, scalars if self.whole_tensors else None)
                 channel.exchange(b"")
 
-    def in_common(self) -> dict[str, int]:
-        """Digests of what other ranks hold as well: shards that are mirrored, and parameters that are whole on every rank."""
+    def in_common(self) -> dict[str, dict[str, torch.Tensor]]:
+        """What other ranks hold as well: shards that are mirrored, and parameters that are whole on
+        every rank."""
         self.bring_mirrors()
         state = self.optimizer.state if self.optimizer is not None else {}
-        shards: dict[int, list[torch.Tensor]] = {}
+        shards: dict[int, dict[str, torch.Tensor]] = {}
         for unit in self.units:
             for holding in unit.holdings:
                 if holding.position is not None:
-                    pieces = [piece for piece in holding.pieces if piece.numel()]
-                    shards.setdefault(holding.position, []).extend([*pieces, *state_tensors(state, pieces)])
-        digests = {f"shard {position}": digest_of(tensors) for position, tensors in sorted(shards.items())}
+                    named = zip(unit.parameter_names, holding.pieces, strict=True)
+                    pieces = {name: piece for name, piece in named if piece.numel()}
+                    values = {f"its piece of {name!r}": piece.detach() for name, piece in pieces.items()}
+                    shards.setdefault(holding.position, {}).update(values | state_tensors(state, pieces))
+        common = {f"shard {position}": tensors for position, tensors in sorted(shards.items())}
         if self._stage is not Stage.PARAMETERS:
             with inside():
-                digests["the parameters"] = digest_of(parameter for unit in self.units for parameter in unit.parameters)
-        return digests
+                named_parameters = [each for unit in self.units for each in zip(unit.parameter_names, unit.parameters, strict=True)]
+                common["the parameters"] = {repr(name): parameter.detach() for name, parameter in named_parameters}
+        return common
 
     def _held(self, *, values_alone: bool = False) -> list[RankShards]:
         """The cuts of which this rank holds shards."""

@@ -88,11 +88,15 @@ _ODD: Final = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
 "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014, section 5.)"""
 
 
-def state_tensors(state: Mapping[Any, Mapping[str, Any]], parameters: Iterable[Any]) -> Iterable[torch.Tensor]:
-    """The tensors of an optimizer's state, of these parameters in this order."""
-    for parameter in parameters:
-        own = state.get(parameter, {})
-        yield from (value for _, value in sorted(own.items()) if isinstance(value, torch.Tensor))
+def state_tensors(state: Mapping[Any, Mapping[str, Any]], parameters: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of an optimizer's state by what they are, for errors. `parameters`: keys of
+    `state`, by the parameters' names."""
+    return {
+        f"{key} of {name!r}": value
+        for name, parameter in parameters.items()
+        for key, value in sorted(state.get(parameter, {}).items())
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def digest(structure: Json, tensors: Mapping[str, torch.Tensor], tensor_digest: Callable[[torch.Tensor], int] = tensor_digest) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import weakref
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from shoal_common.errors import PreconditionError, UnavailableError
+from shoal_common.errors import ConfigurationError, PreconditionError, UnavailableError
 from torch import nn
 
 from shoal_worker.checkpoint.writer import on_first
@@ -69,6 +70,8 @@ class ShardedModel(nn.Module):
         self._session = session
         self._among = among
         self._options = options
+        self._forward_methods: set[str] = set()
+        """Names of methods that are passes: see `register_forward_method`."""
         if session.device.type == "cuda":
             torch.cuda.set_device(session.device)  # NCCL binds groups to it, and ranks of one host must not share one
         checkpoint_activations(self.module, config.activation_checkpointing)
@@ -123,6 +126,8 @@ class ShardedModel(nn.Module):
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__.get("_forward_methods", ()):
+            return functools.partial(self._through, self.engine.entering(name, frozen=self._is_frozen))
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -132,12 +137,39 @@ class ShardedModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass; in training its backward pass reduces the gradients, where the strategy does."""
+        return self._through(self.engine.forward_frozen if self._is_frozen else self.engine.forward, *args, **kwargs)
+
+    @property
+    def _is_frozen(self) -> bool:
+        """It is one of several models, and a pass of another goes through it."""
+        return self._among is not None and self._among.frozen and torch.is_grad_enabled()
+
+    def register_forward_method(self, name: str) -> None:
+        """Makes `model.NAME(...)` a pass like `model(...)`, for a method of the module that
+        computes with parameters and is not called by `forward`: an `encode` or a `loss`. Every rank
+        calls this once, behind `as_distributed`, and then `model.NAME(...)` in place of
+        `model.module.NAME(...)`. Required under `zero3`, `fsdp` and `hsdp`, where a rank has the
+        parameters in passes only; the forward hooks of the module itself do not run. (FSDP2 has
+        `register_fsdp_forward_method` for the same.)
+
+        Raises:
+            ConfigurationError: the module has no such method, this class has one of its own of that
+            name, or the strategy splits layers.
+        """
+        if hasattr(type(self), name):
+            raise ConfigurationError(f"register_forward_method({name!r}): the model has a method of its own of that name; choose another")
+        if not callable(getattr(self.module, name, None)) or isinstance(getattr(self.module, name), nn.Module):
+            raise ConfigurationError(f"register_forward_method({name!r}): {type(self.module).__name__} has no method of that name")
+        self.engine.check_forward_method(name)
+        self._forward_methods.add(name)
+
+    def _through(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A pass. `call`: the engine's."""
         if self.training and torch.is_grad_enabled():
             self._session.note_inputs(args, kwargs)
-        if self._among is None or not torch.is_grad_enabled():
-            return self.engine.forward(*args, **kwargs)
-        output = self.engine.forward_frozen(*args, **kwargs) if self._among.frozen else self.engine.forward(*args, **kwargs)
-        self._among.refuse_stale(output)
+        output = call(*args, **kwargs)
+        if self._among is not None and torch.is_grad_enabled():
+            self._among.refuse_stale(output)
         return output
 
     def compile(self, *args: Any, **kwargs: Any) -> None:

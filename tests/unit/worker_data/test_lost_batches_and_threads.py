@@ -1,0 +1,93 @@
+"""A data worker that cannot send its batch, and a helper thread that fails, are reported within
+seconds."""
+
+from __future__ import annotations
+
+import multiprocessing.process
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from shoal_common.exit_status import PUT_OUT
+from shoal_worker.child_processes import keep_socket_paths_short
+from shoal_worker.data.fetch import Fetcher, Request
+from torch.utils.data import Dataset
+
+REQUEST = Request(epoch=0, indices=(1, 2), key=(0, 0, 0, 0))
+
+
+class Numbers(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((3,), float(index))
+
+
+@pytest.fixture
+def long_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A temporary directory with too long a name for sockets, before anybody has asked
+    multiprocessing for its own."""
+    directory = tmp_path / ("d" * 100)
+    directory.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    config: dict[str, Any] = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
+    monkeypatch.setitem(config, "tempdir", None)
+    return directory
+
+
+def test_data_workers_pass_batches_however_long_the_name_of_the_temporary_directory_is(long_directory: Path) -> None:
+    fetcher = Fetcher(Numbers(), collate_fn=torch.stack, num_workers=1, pin_memory=False)
+    try:
+        batch = fetcher.fetch(REQUEST, lambda: iter([REQUEST]))
+    finally:
+        fetcher.close()
+    assert batch[:, 0].tolist() == [1, 2]
+    assert tempfile.gettempdir() == str(long_directory)
+
+
+def test_a_short_temporary_directory_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config: dict[str, Any] = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
+    monkeypatch.setitem(config, "tempdir", None)
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    keep_socket_paths_short()
+    assert config["tempdir"] is None
+
+
+def test_a_batch_that_cannot_be_sent_is_an_error_within_seconds(capfd: pytest.CaptureFixture[str]) -> None:
+    fetcher = Fetcher(Numbers(), collate_fn=lambda samples: (samples, lambda: None), num_workers=1, pin_memory=False)
+    began = time.monotonic()
+    try:
+        with pytest.raises(RuntimeError, match="exited unexpectedly"):
+            fetcher.fetch(REQUEST, lambda: iter([REQUEST]))
+    finally:
+        fetcher.close()
+    assert time.monotonic() - began < 15
+    assert "a data worker could not send its batch" in capfd.readouterr().err
+
+
+FAILING = """
+import threading, time
+from shoal_worker.backends.process_end import end_now
+from shoal_worker.child_processes import report_dead_threads
+
+report_dead_threads(lambda said: end_now(75, said))
+for name in ("somebody-elses", "shoal-link"):
+    thread = threading.Thread(target=lambda: 1 / 0, name=name)
+    thread.start()
+    thread.join()
+    print(name, "reported", flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_death_of_a_helper_thread_ends_the_process_with_a_message() -> None:
+    ended = subprocess.run([sys.executable, "-c", FAILING], capture_output=True, text=True, timeout=50, check=False)
+    assert ended.returncode == PUT_OUT
+    assert ended.stdout == "somebody-elses reported\n"
+    assert "its thread shoal-link ended with ZeroDivisionError: division by zero" in ended.stderr

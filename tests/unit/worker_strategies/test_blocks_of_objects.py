@@ -1,0 +1,149 @@
+"""Blocks that take and return objects of the user's own train as in one process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import UserDict, namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import shoal
+import torch
+from shoal_worker.engine.passes import tensors_in
+from torch import nn
+
+STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
+
+
+@dataclasses.dataclass
+class State:
+    x: torch.Tensor
+    number: int = 0
+
+
+class Plain:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.inner = {"x": [x]}
+
+    @property
+    def x(self) -> torch.Tensor:
+        return self.inner["x"][0]
+
+
+class Slotted:
+    __slots__ = ("x",)
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+class Hiding:
+    """Shows its tensor to nobody but who calls it."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._give = lambda: x
+
+    @property
+    def x(self) -> torch.Tensor:
+        return self._give()
+
+
+Named = namedtuple("Named", ["x"])
+KINDS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "dataclass": State,
+    "object": Plain,
+    "slots": Slotted,
+    "hiding": Hiding,
+    "named tuple": Named,
+    "nested": lambda x: State(Plain(x)),  # type: ignore[arg-type]
+}
+
+
+def value(state: Any) -> torch.Tensor:
+    return value(state.x) if not isinstance(state, torch.Tensor) else state
+
+
+class Block(nn.Module):
+    def __init__(self, kind: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.a, self.b, self.kind = nn.Linear(8, 8), nn.Linear(8, 8), kind
+
+    def forward(self, state: Any) -> Any:
+        x = value(state)
+        return self.kind(x + self.b(self.a(x).relu()))
+
+
+class Writing(nn.Module):
+    """Writes to its input, and returns nothing."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, state: State) -> None:
+        state.x = state.x + self.a(state.x).tanh()
+
+
+class Net(nn.Module):
+    def __init__(self, kind: Callable[[torch.Tensor], Any], block: Any = Block) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.inp, self.blocks, self.out = nn.Linear(4, 8), nn.ModuleList([block(kind) for _ in range(3)]), nn.Linear(8, 1)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = self.kind(self.inp(x))
+        for block in self.blocks:
+            result = block(state)
+            state = state if result is None else result
+        output: torch.Tensor = self.out(value(state))
+        return output
+
+
+X = torch.randn(24, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def train(strategy: str, net: Net) -> dict[str, torch.Tensor]:
+    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy, minimum_parameter_group_size=1)
+    loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(X), global_batch_size=8, shuffle=False)
+    for _ in loader.epochs(2):
+        for (x,) in loader:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    state: dict[str, torch.Tensor] = model.full_state_dict()
+    return state
+
+
+def plain(net: Net) -> dict[str, torch.Tensor]:
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for x in [*X.split(8)] * 2:
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+    return net.state_dict()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_blocks_take_and_return_objects(strategy: str, kind: str) -> None:
+    expected = plain(Net(KINDS[kind]))
+    for state in shoal.launch(lambda: train(strategy, Net(KINDS[kind])), world_size=2):
+        torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_blocks_write_to_the_object_that_they_take(strategy: str) -> None:
+    expected = plain(Net(State, Writing))
+    for state in shoal.launch(lambda: train(strategy, Net(State, Writing)), world_size=2):
+        torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
+
+
+def test_tensors_are_found_once_wherever_they_are() -> None:
+    a, b, c = torch.zeros(1), torch.ones(2), torch.ones(3)
+    loop: list[Any] = [a]
+    loop.append(loop)
+    found = tensors_in({"a": a, "b": (State(b), loop), "c": UserDict(c=Slotted(c)), "module": nn.Linear(2, 2), "n": None})
+    assert [id(each) for each in found] == [id(a), id(b), id(c)]

@@ -248,6 +248,7 @@ class AsyncEngine(Engine):
             self._outer.check_step()
         if self._writes is not None:
             self._writes.refuse()
+            self._writes.forget()  # the update itself writes; a script may call step() again after an error
         try:
             return super().finish_step(update, scaled=scaled, inspected=inspected)
         except StopTraining as stop:

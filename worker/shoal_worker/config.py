@@ -41,8 +41,7 @@ class ShardingConfiguration:
 
     consistency_check_every: int = 100
     """After how many steps ranks compare digests of what they hold in common (replicas, mirrored
-    shards), so that ranks whose values differ stop with the name of the tensor; 0: never. They also
-    compare after steps 1, 2, 4, 8 and so on, at the end of each epoch and at the end of the run. A
+    shards), so that ranks whose values differ stop with the name of the tensor; 0: never. A
     comparison reads all of a rank's state once."""
 
     param_dtype: torch.dtype | None = None

@@ -65,7 +65,8 @@ class HeldState:
         self.compared = 0
         """Steps that were committed when the last one was closed: see `StepLifecycle._compare_replicas`."""
         self.agreed = 0
-        """Steps after which ranks have last found that they hold the same."""
+        """Steps after which this rank last found that all hold the same; 0: it has not. Not a part
+        of the state: where a comparison fails, some ranks know its result and others do not."""
         self.control: list[float] = []
         """The control word of the last step that was closed and committed here."""
         self.registered = RegisteredState()
@@ -269,7 +270,6 @@ class HeldState:
             "loops": {name: self._loops_to_enter.get(name, loop | {"inside": inside}) for name, loop in self._loops.items()},
             "steps": self.steps,
             "batches_compared": self.batches.checked,
-            "agreed": self.agreed,
             "samples": self.samples,
             "run": self.run,
         }
@@ -296,7 +296,7 @@ class HeldState:
         self.phase.replace()
         self.batches.begin(captured.get("batches_compared", 0))
         self.compared, self.run = captured["steps"], captured.get("run", "")
-        self.agreed = captured.get("agreed", self.compared)
+        self.agreed = min(self.agreed, self.compared)
         self.samples = captured.get("samples", 0)  # checkpoints of earlier releases do not say
         self._waiting, self._ended = waiting, {}
         self._loops, self._loops_to_enter = dict(captured["loops"]), dict(captured["loops"])

@@ -1,8 +1,7 @@
 """Compares what several ranks hold in common, and names what differs.
 
 Ranks drift apart when a script changes values on some of them alone, or when memory or arithmetic
-fails on one machine. They compare after steps 1, 2, 4, 8 and so on, then after every
-`consistency_check_every` steps, at the end of every epoch, and at the end of the run. Digests of
+fails on one machine. They compare after every `consistency_check_every` steps. Digests of
 groups of tensors come first. Where those differ, ranks exchange digests of each tensor in the
 group, then of parts of the first tensor that differs, which tell one cause from the other.
 
@@ -19,7 +18,6 @@ from typing import Any, Final
 import torch
 from shoal_common.errors import MembershipChanged
 
-from shoal_worker.elastic.channel import Channel
 from shoal_worker.elastic.committed_state import HeldState
 from shoal_worker.elastic.group import Group
 from shoal_worker.state.digest import digest_in_place, digest_of
@@ -36,31 +34,12 @@ def compare_after_step(held: HeldState, group: Group | None) -> str | None:
     ranks; None if nothing is known to."""
     every, before = held.engine.consistency_check_every, held.compared
     held.compared = held.steps
-    if group is None or group.world_size == 1 or comparisons_until(held.steps, every) == comparisons_until(before, every):
+    if every == 0 or group is None or group.world_size == 1 or held.steps // every == before // every:
         return None
     try:
         return _compare(held, group.exchange)
     except MembershipChanged:
         return None  # the step counts all the same; its end notices the failure
-
-
-def compare_between_steps(held: HeldState, channel: Channel) -> str | None:
-    """Compares if a step was committed since the last comparison, as part of an operation. Returns
-    as `compare_after_step`."""
-    agreed = [json.loads(each) for each in channel.exchange(json.dumps(held.agreed).encode())]
-    engine = held.engine
-    alone = channel.world_size == 1 or engine.steps_alone or held.in_round
-    if alone or engine.consistency_check_every == 0 or min(agreed) >= held.steps:
-        return None
-    return _compare(held, channel.exchange)
-
-
-def comparisons_until(steps: int, every: int) -> int:
-    """Number of comparisons that are due in the first `steps` steps. `every`: see
-    `consistency_check_every`."""
-    if every == 0 or steps < every:
-        return steps.bit_length() if every else 0
-    return (every - 1).bit_length() + steps // every
 
 
 def _compare(held: HeldState, exchange: Exchange) -> str | None:
@@ -72,7 +51,7 @@ def _compare(held: HeldState, exchange: Exchange) -> str | None:
     if not apart:
         held.agreed = held.steps
         return None
-    agreed = min(each["agreed"] for each in told)
+    agreed = max(each["agreed"] for each in told)  # whoever found it had the digests of all
     since = f"After step {agreed} all agreed: go back to a checkpoint of that step or before" if agreed else "All began alike"
     return f"after step {held.steps} {_describe(in_common, groups, apart, exchange)}. {since}. {_OFTEN}"
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any
 
 import torch
 from shoal_common.errors import PreconditionError, ShoalError
@@ -41,7 +41,6 @@ from shoal_worker.elastic.operations import Body, GroupChannel, Operations
 from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.reconcile import StateName
-from shoal_worker.elastic.replicas_compared import compare_between_steps
 from shoal_worker.elastic.row_store import RowStore
 from shoal_worker.elastic.schedulers_and_scalers import RegisteredState
 from shoal_worker.elastic.step import Step, StepPhase
@@ -54,10 +53,6 @@ from shoal_worker.settings import WorkerSettings
 from shoal_worker.state.tree import StatePart
 
 _log = logging.getLogger(__name__)
-
-_AFTERWARDS: Final = (
-    "What one rank alone does with the model after training, such as loading its best weights, belongs after shoal.shutdown()"
-)
 
 
 class Session:
@@ -86,7 +81,7 @@ class Session:
             self._held,
             self._formation,
             self._departure,
-            compare=self._compare,
+            operation=self._confirm,
             progress=self.progress,
             metrics=metrics,
             drain_grace=timedelta(seconds=settings.drain_grace_s),
@@ -394,11 +389,8 @@ class Session:
             )
         self.lifecycle.drop_partly_updated()  # in a loop that was left
 
-    def _compare(self, kind: str) -> str | None:
-        """An operation in which ranks compare what they hold in common. Returns what differs, on
-        all ranks."""
-        found: str | None = self.operation(kind, lambda channel: compare_between_steps(self._held, channel), answers=False)
-        return found
+    def _confirm(self, kind: str) -> None:
+        self.operation(kind, lambda channel: channel.exchange(b"") and None, answers=False)
 
     # --------------------------------------------------------------------------------------------------------- checkpoints
 
@@ -519,11 +511,8 @@ class Session:
         if formation is None or not has_part or held.steps == 0:
             return
         try:
-            stays = self._departure.stopped is None
-            compares = stays and held.agreed != held.steps and held.engine.consistency_check_every > 0
-            if (held.engine.in_parts and (stays or formation.healthy)) or compares:
-                apart = self._compare("end of the run")
-                self.missed = None if apart is None else f"{apart}. {_AFTERWARDS}"
+            if held.engine.in_parts and (self._departure.stopped is None or formation.healthy):
+                self._confirm("end of the run")
             elif held.operations.finished == 0:  # else all have ended the last step, or could not have taken part
                 await_last_step(formation, held)
         except (ShoalError, StopTraining) as error:  # what was to be kept together is not needed any more

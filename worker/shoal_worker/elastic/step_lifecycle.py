@@ -59,14 +59,13 @@ class StepLifecycle:
         formation: Formation | None,
         departure: Departure,
         *,
-        compare: Callable[[str], str | None],
+        operation: Callable[[str], object],
         progress: ProgressMeter,
         metrics: WorkerMetrics,
         drain_grace: timedelta = timedelta(0),
     ) -> None:
-        """`formation`: None in a world of one. `compare`: an operation of the given kind, in which
-        ranks compare what they hold in common; returns what differs. `drain_grace`: see
-        `Borders`."""
+        """`formation`: None in a world of one. `operation(kind)` returns when all ranks have called
+        it. `drain_grace`: see `Borders`."""
         self._held = held
         self._elastic = formation is not None
         self._state_checked = False
@@ -79,7 +78,7 @@ class StepLifecycle:
         """Came while the survivors asked each other about the step in progress."""
         self.diverged: str | None = None
         """What ranks hold in common was found to differ: no further step counts, whatever the script does with the error."""
-        self._compare = compare
+        self._operation = operation
         self._progress = progress
         self._metrics = metrics
 
@@ -253,9 +252,7 @@ class StepLifecycle:
     def end_epoch(self, source: StepSource) -> None:
         """See `LoaderSession`."""
         if self._held.has_engine and not self._held.engine.asynchronous and self._departure.stopped is None:
-            self.diverged = self.diverged or self._compare("end of epoch")
-            if self.diverged is not None:
-                raise self._divergence(self.diverged)
+            self._operation("end of epoch")
 
     def lease_batches(
         self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int, at_hand: int | None = None

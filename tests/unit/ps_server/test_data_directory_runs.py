@@ -39,16 +39,16 @@ def test_data_that_an_older_release_left_is_of_the_first_run(tmp_path: Path) -> 
         assert data.run == Run(number=1)
 
 
-def test_what_is_set_aside_is_whole_and_the_newest_two_are_kept(tmp_path: Path) -> None:
+def test_what_is_set_aside_is_whole_and_the_newest_four_are_kept(tmp_path: Path) -> None:
     with DataDirectory(tmp_path) as data:
-        for text, run in (("a", FIRST), ("b", SECOND), ("c", SECOND)):  # Redis may have lost a job, and counts anew
+        for text, run in (("a", FIRST), *((text, SECOND) for text in "bcde")):  # Redis may have lost a job, and counts anew
             data.note_run(run)
             fill(tmp_path, text)
             folder = data.set_aside()
             assert held(folder) == [text] * 3
             assert held(tmp_path) == []
             assert data.run is None
-    assert sorted(path.name for path in tmp_path.glob("run-*")) == ["run-2", "run-2.1"]
+    assert sorted(path.name for path in tmp_path.glob("run-*")) == ["run-2", "run-2.1", "run-2.2", "run-2.3"]
     assert (tmp_path / "run-2" / "run").read_text() == "2:20\n"
     with DataDirectory(tmp_path) as data:
         assert data.run is None

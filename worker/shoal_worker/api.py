@@ -220,10 +220,11 @@ def register_state(**objects: Any) -> None:
     """Makes objects with state_dict/load_state_dict a part of the run's state: sent to joiners, put back on a redo, saved in checkpoints.
 
     After a lost step an object is what it was when the script got that step's batch, whatever the
-    script did to it until the batch comes again. For that `state_dict()` is called in every step of
-    a job; objects with more than 64 MiB of tensors are left as they are, with a warning. The `step`
-    of registered schedulers and the `update` of registered gradient scalers do nothing after a lost
-    step.
+    script did to it until the batch comes again. In a loop without a loader of Shoal's it is what it
+    was when the step began, and what the script does to it behind `optimizer.step()` stays. For that
+    `state_dict()` is called in every step of a job; objects with more than 64 MiB of tensors, or
+    256 KiB of other values, are left as they are, with a warning. The `step` of registered
+    schedulers and the `update` of registered gradient scalers do nothing after a lost step.
 
     Raises:
         ConfigurationError: an object without the two methods, or a name that is taken.

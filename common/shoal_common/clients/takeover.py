@@ -18,6 +18,7 @@ from typing import Final
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_common.clients.parameter_server import ParameterServerClient
+from shoal_common.errors import ShoalError
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +72,11 @@ class TakeoverWatch:
             return clients
 
     def _end_replaced(self, silent: list[ParameterServerClient]) -> None:
-        shard_map = self._shard_map()
+        try:
+            shard_map = self._shard_map()
+        except ShoalError as error:  # whoever made the call hears of it when the call ends
+            _log.debug("the coordinator does not say where the parameter servers are: %s", error)
+            return
         if shard_map is None:
             return
         addresses = {server.address for server in shard_map.servers}

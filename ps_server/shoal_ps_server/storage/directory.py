@@ -30,8 +30,8 @@ _ASIDE: Final = "run-"
 _SETTING_ASIDE: Final = "setting-aside"
 """Names the folder that everything is being put into."""
 RUNS_KEPT: Final = 4
-"""More than the restarts of a failing job by compose.yaml: these push out nothing from before."""
-"""Folders of runs that are over."""
+"""Folders of ended runs. There are more than compose.yaml restarts a failing job, so that these
+restarts push out nothing from before."""
 
 
 class DataDirectory:

@@ -1,6 +1,7 @@
 """Registered state: gates of schedulers and scalers after lost steps, and states that wait for their object."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -82,9 +83,55 @@ def test_a_large_registered_object_is_not_copied_in_each_step(caplog: pytest.Log
         registered.step_void()
     assert seen.samples[0].item() == 2
     assert [record.message for record in caplog.records if "64 MiB" in record.message] == [
-        "the registered object 'seen' holds more than 64 MiB: it is not copied in each step, so what a step that is lost does to it stays. "
-        "Change it behind optimizer.step(), and only if that returned a true value"
+        "the registered object 'seen' holds more than 64 MiB of tensors, or 256 KiB of other values: it is not copied in each step, so "
+        "what a step that is lost does to it stays. Change it behind optimizer.step(), and only if that returned a true value"
     ]
+
+
+class Position:
+    """Where a script is in its own data."""
+
+    def __init__(self) -> None:
+        self.next = 0
+        self.history: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next, "history": self.history}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next, self.history = state["next"], state["history"]
+
+
+def test_a_loop_without_a_loader_trains_on_no_sample_twice_after_a_lost_step() -> None:
+    registered, position = RegisteredState(), Position()
+    registered.register("position", position, copied=True)
+    trained = []
+    for lost in (False, True, False, False):
+        sample = position.next
+        position.next += 1
+        registered.put_back_again()  # the forward pass begins the step
+        registered.step_begins()
+        registered.step_taken(may_be_lost=True, comes_again=False)
+        position.history.append(0.5)
+        if lost:
+            registered.step_void()
+        else:
+            registered.step_committed()
+            trained.append(sample)
+    assert trained == [0, 2, 3]
+    assert position.next == 4
+    assert len(position.history) == 3
+
+
+def test_an_object_with_many_values_is_not_copied_in_each_step(caplog: pytest.LogCaptureFixture) -> None:
+    registered, position = RegisteredState(), Position()
+    position.history = [0.123456789] * 30_000
+    registered.register("position", position, copied=True)
+    for _ in range(2):
+        registered.step_begins()
+        registered.step_taken(may_be_lost=True)
+        registered.step_void()
+    assert len([record for record in caplog.records if "256 KiB of other values" in record.message]) == 1
 
 
 def test_a_scaler_that_is_not_enabled_may_be_updated_after_a_void_step() -> None:

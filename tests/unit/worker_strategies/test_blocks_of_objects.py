@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import UserDict, namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -147,3 +147,36 @@ def test_tensors_are_found_once_wherever_they_are() -> None:
     loop.append(loop)
     found = tensors_in({"a": a, "b": (State(b), loop), "c": UserDict(c=Slotted(c)), "module": nn.Linear(2, 2), "n": None})
     assert [id(each) for each in found] == [id(a), id(b), id(c)]
+
+
+class Dataset:
+    def __init__(self, samples: int) -> None:
+        self.samples = {number: (number, [number]) for number in range(samples)}
+
+
+class Context:
+    """Leads to a dataset, and to a mapping that reads a file."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.dataset, self.file, self.x = Dataset(50_000), ReadFromFile(), [x]
+
+
+class ReadFromFile(Mapping[str, Any]):
+    def __getitem__(self, key: str) -> Any:
+        raise AssertionError(f"{key} was read")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["a"])
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_a_tensor_is_found_in_an_object_that_leads_to_a_dataset() -> None:
+    x = torch.zeros(1)
+    assert [id(each) for each in tensors_in(Context(x))] == [id(x)]
+
+
+def test_all_tensors_of_large_containers_are_found() -> None:
+    tensors = [[torch.zeros(1)] for _ in range(12_000)]
+    assert len(tensors_in({"lists": tensors})) == 12_000

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import shoal
 import torch
-from shoal_common.errors import ConfigurationError, ShoalError
+from shoal_common.errors import ConfigurationError, MembershipChanged, ShoalError
+from shoal_worker.elastic import replicas_compared
 from shoal_worker.elastic.replicas_compared import differing, disagreement
 from shoal_worker.engine.hidden_parameters import inside
 from torch import nn
@@ -218,3 +221,38 @@ def test_ranks_that_train_with_different_hyper_parameters_are_told_so_in_the_nex
     assert f"'{setting}': {other}" in said[1]
     assert f"'{setting}': {other}" not in said[0]
     assert not any(change.any() for changes in weights.values() for change in changes)
+
+
+class LostAfterTheFirst:
+    """Two ranks of a group that is lost after their first exchange."""
+
+    def __init__(self) -> None:
+        self.exchanges = 0
+
+    def __call__(self, payload: bytes) -> list[bytes]:
+        self.exchanges += 1
+        if self.exchanges > 1:
+            raise MembershipChanged("a peer has left")
+        mine = json.loads(payload)
+        other = mine | {"digests": {group: digest + 1 for group, digest in mine["digests"].items()}}
+        return [payload, json.dumps(other).encode()]
+
+
+class Replica:
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+    def in_common(self) -> dict[str, dict[str, torch.Tensor]]:
+        return {"the model": {"'weight'": self.values}}
+
+
+def test_a_difference_counts_although_a_peer_leaves_before_the_tensor_is_known() -> None:
+    held = SimpleNamespace(engine=Replica(torch.zeros(2)), agreed=2, steps=4)
+    said = replicas_compared._compare(held, LostAfterTheFirst())  # type: ignore[arg-type]
+    assert said is not None
+    assert said.startswith("after step 4 ranks 0 and 1 hold different values of a tensor (the model). After step 2 all agreed")
+
+
+@pytest.mark.parametrize(("elements", "parts"), [(1, 1), (10, 10), (64, 64), (65, 64), (1000, 64), (1 << 16, 64)])
+def test_a_tensor_is_compared_in_64_parts_if_it_has_as_many_elements(elements: int, parts: int) -> None:
+    assert len(replicas_compared._parts_of(torch.zeros(elements))) == parts

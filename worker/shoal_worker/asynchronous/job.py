@@ -233,7 +233,7 @@ class Job:
                     raise self.departure() from error
                 if time.monotonic() >= deadline:
                     raise DeadlineError(f"waited {self.patience.total_seconds():.0f} s for {what}: {error}", reason=error.reason) from error
-                if self.rank == 0:  # one of all says it
+                if self.rank == 0:  # one log line for all ranks
                     lines.say(what, functools.partial(str, error))
                 wait_s = backoff.next_s(error)
             time.sleep(wait_s)

@@ -82,9 +82,9 @@ class EpochPlan:
     def deal(self, step: range, rank: int, world_size: int, least: int = 1) -> tuple[Block, ...]:
         """The blocks of `rank` among `world_size` in a step.
 
-        Plain: one contiguous part, perhaps empty; parts differ by at most one sample. Of a short
-        step parts have at least `least` samples, if whole steps have enough for that and the step
-        itself does: then the highest ranks get none. With micro-batches: a contiguous run of whole
+        Plain: one contiguous part, perhaps empty; parts differ by at most one sample. In a
+        short step each part has at least `least` samples or none, if whole steps have that many for
+        every rank; the highest ranks then get none. With micro-batches: a contiguous run of whole
         micro-batches, perhaps none; runs differ by at most one. Lower ranks get the larger parts.
         """
         if not 0 <= rank < world_size:

@@ -53,7 +53,12 @@ def _compare(held: HeldState, exchange: Exchange) -> str | None:
         return None
     agreed = max(each["agreed"] for each in told)  # whoever found it had the digests of all
     since = f"After step {agreed} all agreed: go back to a checkpoint of that step or before" if agreed else "All began alike"
-    return f"after step {held.steps} {_describe(in_common, groups, apart, exchange)}. {since}. {_OFTEN}"
+    try:
+        what = _describe(in_common, groups, apart, exchange)
+    except MembershipChanged:  # a peer was lost, or has said already what differs: this rank's values may be the wrong ones
+        holders = {rank: each[apart[0]] for rank, each in enumerate(groups) if apart[0] in each}
+        what = disagreement(holders, "a tensor", apart[0])
+    return f"after step {held.steps} {what}. {since}. {_OFTEN}"
 
 
 def _describe(
@@ -69,7 +74,7 @@ def _describe(
     names = differing([tensors.get(rank, {}) for rank in range(len(told))], all_have=holders)
     name = names[0]
     mine = in_common.get(group, {}).get(name)
-    parts = [digest_in_place(part) for part in mine.reshape(-1).chunk(_PARTS)] if mine is not None else []
+    parts = [digest_in_place(part) for part in _parts_of(mine)] if mine is not None else []
     lists = [json.loads(each) for each in exchange(json.dumps(parts).encode())]
     places = [lists[rank] for rank in holders]
     wrong = sum(len(set(column)) > 1 for column in zip(*places, strict=False))
@@ -77,6 +82,11 @@ def _describe(
     compared = max(map(len, tensors.values()))
     who = disagreement({rank: each.get(name) for rank, each in tensors.items()}, name, group)
     return f"{who} ({len(names)} of {compared} tensors there differ). {_FEW if few else _MANY}"
+
+
+def _parts_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Neighbouring elements of the tensor, in `_PARTS` parts if it has as many elements."""
+    return tensor.reshape(-1).tensor_split(max(1, min(_PARTS, tensor.numel())))
 
 
 _FEW: Final = (

@@ -8,6 +8,8 @@ the step was found lost is undone. So their `step` (of a scheduler), `update` (o
 `update_parameters` (of an averaged model) is wrapped at registration, and the wrapper asks
 `RegisteredState`. Any other object that the user registered is put back to what it was when the
 script got the batch of the lost step: when the step is found lost, and again when it begins anew.
+In a loop without a loader of Shoal's it is what it was when the step began, and is put back once:
+the batch does not come again, and what changes later may belong to the next one.
 All of it runs on the training thread.
 
 They are found without being registered: a script that forgot `register_state` would train its joiners with other learning rates. torch
@@ -28,6 +30,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import logging
 import math
 import sys
@@ -121,6 +124,8 @@ _log = logging.getLogger(__name__)
 _NO_SETTINGS: Final = frozenset({"params", "param_names"})
 _MOST_KEPT: Final = 64 << 20
 """Bytes of an object's tensors that are copied in every step, to be put back if it is lost."""
+_MOST_TEXT: Final = 256 << 10
+"""Characters of JSON of the rest of its state: some 10,000 numbers, which take 10 ms to copy."""
 _FIXED: Final = frozenset({bool, float, int, str, type(None)})
 """Values of these types do not change in place."""
 _ADVANCES: Final = {"get_scale": "update", "update_parameters": "update_parameters", "": "step"}
@@ -159,6 +164,8 @@ class RegisteredState:
         """What objects were that advanced in it."""
         self._again: dict[str, _Before] = {}
         """What objects without a gate were before the step that was lost, until it begins anew."""
+        self._comes_again = True
+        """The batch of the step in progress comes again if it is lost: a loader of Shoal's gave it."""
         self._copied: set[str] = set()
         """Objects whose state is copied in each step."""
         self._too_large: set[str] = set()
@@ -327,7 +334,8 @@ class RegisteredState:
         for known in [known for known, one in self._found.items() if one is value]:
             del self._found[known]
         self._take(name, value, self._objects)
-        if copied and not isinstance(value, tuple(NAMES)):  # those have a gate
+        # Schedulers and scalers have a gate; a loader's state takes effect at its next iteration.
+        if copied and not isinstance(value, (*NAMES, Iterable)):
             self._copied.add(name)
 
     def _take(self, name: str, value: Any, where: MutableMapping[str, Any]) -> None:
@@ -379,7 +387,7 @@ class RegisteredState:
         self._loaded = dict(captured.get("advances", {}))
         self._advances, self._passed, self._early = dict(self._loaded), {}, {}
         self._advanced = None
-        self._again = self._copies() if self._void else {}
+        self._again = self._copies() if self._void and self._comes_again else {}
 
     def restored(self) -> None:
         """The optimizers have the state that belongs to what was restored last."""
@@ -409,8 +417,8 @@ class RegisteredState:
         self._again = self._copies()
 
     def put_back_again(self) -> None:
-        """The step that was lost is about to begin anew: undoes what the script has done to objects
-        since."""
+        """The step that was lost is about to begin anew with the same batch: undoes what the script
+        has done to objects since."""
         again, self._again = self._again, {}
         for before in again.values():
             before.value.load_state_dict(copy.deepcopy(before.state))
@@ -423,12 +431,14 @@ class RegisteredState:
         self.find_new()
         self._refuse_unnamed()
 
-    def step_taken(self, *, may_be_lost: bool = False) -> None:
+    def step_taken(self, *, may_be_lost: bool = False, comes_again: bool = True) -> None:
         """The script gets its part of the step that has begun: it has come to where the run is.
-        `may_be_lost`: objects are copied, to be put back then."""
+        `may_be_lost`: objects are copied, to be put back then. `comes_again`: the same batch will
+        be given out then."""
         self.find_new()  # a joiner's first step begins at the head of its loop over epochs, before it makes what belongs to the epoch
         self._refuse_unnamed()
         self._passing, self._loaded = False, {}
+        self._comes_again = comes_again
         if may_be_lost:
             self._early |= self._copies()
 
@@ -440,13 +450,15 @@ class RegisteredState:
         if name in self._too_large:
             return None
         state = value.state_dict()
-        if sum(tensor.nbytes for tensor in flatten({name: state})[1].values()) > _MOST_KEPT:
+        structure, tensors = flatten({name: state})
+        if sum(tensor.nbytes for tensor in tensors.values()) > _MOST_KEPT or len(json.dumps(structure)) > _MOST_TEXT:
             self._too_large.add(name)
             _log.warning(
-                "the registered object %r holds more than %d MiB: it is not copied in each step, so what a step that is lost does to it "
-                "stays. Change it behind optimizer.step(), and only if that returned a true value",
+                "the registered object %r holds more than %d MiB of tensors, or %d KiB of other values: it is not copied in each step, so "
+                "what a step that is lost does to it stays. Change it behind optimizer.step(), and only if that returned a true value",
                 name,
                 _MOST_KEPT >> 20,
+                _MOST_TEXT >> 10,
             )
             return None
         return _Before(value, copy.deepcopy(state), [], self._advances.get(name, 0))
@@ -518,7 +530,8 @@ class RegisteredState:
         """The step was lost: its advances must not count."""
         self.find_new()
         self._void = True
-        self._again |= {name: before for name, before in self._early.items() if name in self._copied}
+        if self._comes_again:
+            self._again |= {name: before for name, before in self._early.items() if name in self._copied}
         self.step_undone()
 
     def step_undone(self) -> None:

@@ -170,7 +170,8 @@ class StepLifecycle:
             share = dataclasses.replace(share, total_weight=summed[0] if summed is not None else max(share.weight, 1.0))
         step.share = share
         step.handed_out = True
-        self._held.registered.step_taken(may_be_lost=self._elastic and not self._held.engine.asynchronous)
+        may_be_lost = self._elastic and not self._held.engine.asynchronous
+        self._held.registered.step_taken(may_be_lost=may_be_lost, comes_again=step.source is not None)
         if self._held.phase.replaying:
             step.first_live = True
             self._held.phase.arrive()

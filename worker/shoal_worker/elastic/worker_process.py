@@ -324,11 +324,14 @@ class _Exit:
     def install(self) -> None:
         """Hooks into exceptions and exit."""
         self._script.install()
-        report_dead_threads(
-            lambda said: end_now(PUT_OUT, f"this worker ends with status {PUT_OUT}, for its launcher to start it anew: {said}")
-        )
+        report_dead_threads(self._end_without)
         self._excepthook, sys.excepthook = sys.excepthook, self._note_uncaught
         atexit.register(self._leave)
+
+    def _end_without(self, said: str) -> None:
+        """Ends the process, since one of its threads has failed, unless it has left the job: the rest of the script waits for none."""
+        if find_session() is self._session:
+            end_now(PUT_OUT, f"this worker ends with status {PUT_OUT}, for its launcher to start it anew: {said}")
 
     def hear_sigterm(self) -> bool:
         """From now on SIGTERM asks the member to leave, and then calls the handler that the script has set before. False: it does not,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from itertools import islice
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -72,31 +74,43 @@ def half_a_pass() -> PreconditionError:
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors in what a module takes or returns, each once: in containers, dataclasses, and
-    attributes of other objects."""
+    attributes of other objects, the nearest first."""
     if isinstance(tree, torch.Tensor):
         return [tree]
     found: dict[int, torch.Tensor] = {}
     seen: dict[int, Any] = {}
-    ahead = [tree]
-    while ahead and len(seen) < _MOST_OBJECTS:
-        one = ahead.pop()
+    ahead, of_objects = deque([tree]), deque[Any]()
+    left = _MOST_OF_OBJECTS
+    while ahead or (of_objects and left):
+        in_object = not ahead
+        one = of_objects.popleft() if in_object else ahead.popleft()
+        left -= in_object
         if isinstance(one, torch.Tensor):
             found[id(one)] = one
         elif not isinstance(one, _WITHOUT_TENSORS) and id(one) not in seen:
             seen[id(one)] = one
-            ahead += reversed([*_parts_of(one)])
+            items = _items_of(one)
+            if items is None:
+                of_objects.extend(_attributes_of(one))
+            elif in_object:
+                of_objects.extend(islice(items, left))
+            else:
+                ahead.extend(items)
     return [*found.values()]
 
 
-def _parts_of(one: Any) -> Iterable[Any]:
-    """What an object is made of, as far as that can be told."""
-    if isinstance(one, Mapping):
+def _items_of(one: Any) -> Iterable[Any] | None:
+    """What a container holds; None: it is none. A mapping of another kind than dict may compute its
+    values, or read them from a file."""
+    if isinstance(one, dict | MappingProxyType):
         return one.values()
     if isinstance(one, list | tuple | set | frozenset):
         return one
     leaves = pytree.tree_leaves(one)
-    if len(leaves) != 1 or leaves[0] is not one:
-        return leaves
+    return None if len(leaves) == 1 and leaves[0] is one else leaves
+
+
+def _attributes_of(one: Any) -> Iterable[Any]:
     slotted = [kind.__dict__["__slots__"] for kind in type(one).__mro__ if "__slots__" in kind.__dict__]
     slots = [name for names in slotted for name in ([names] if isinstance(names, str) else names)]
     attributes = (name for name in slots if name not in ("__dict__", "__weakref__") and hasattr(one, name))
@@ -107,8 +121,8 @@ _WITHOUT_TENSORS: Final = (
     *(type(None), bool, int, float, complex, str, bytes, type, enum.Enum, np.ndarray, np.generic),
     *(torch.dtype, torch.device, torch.Generator, nn.Module, ModuleType, FunctionType, MethodType, BuiltinFunctionType),
 )
-_MOST_OBJECTS: Final = 10_000
-"""Objects that are looked into, at most: an attribute may lead to a dataset."""
+_MOST_OF_OBJECTS: Final = 10_000
+"""Values in objects that are looked at, at most: an attribute may lead to a dataset."""
 
 
 def when_gradients_come(tree: Any, call: Callable[[Any], None], *, mode: Literal["any", "all"]) -> bool:

@@ -47,7 +47,7 @@ def rank() -> SimpleNamespace:
     metrics = WorkerMetrics()
     departure = Departure(None, member.held)
     strategy.steps = StepLifecycle(
-        member.held, member.formation, departure, compare=lambda kind: None, progress=ProgressMeter(metrics), metrics=metrics
+        member.held, member.formation, departure, operation=lambda kind: None, progress=ProgressMeter(metrics), metrics=metrics
     )
     member.membership.link.finished_steps = 0
     return SimpleNamespace(steps=strategy.steps, strategy=strategy, link=member.membership.link, membership=member.membership)

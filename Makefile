@@ -38,11 +38,11 @@ demo: .venv/installed ## Train on handwritten digits on a cluster of processes, 
 	$(BIN)/shoal demo
 
 .PHONY: test
-test: .venv/installed ## Run the tests (about 15 minutes on 2 cores); PYTEST_ARGS='-x -k name' narrows them
+test: .venv/installed ## Run the tests (about 30 minutes on 2 cores); PYTEST_ARGS='-x -k name' narrows them
 	$(BIN)/python -m pytest $(IN_THREE) --dist=loadfile --durations-file=out/durations.txt $(PYTEST_ARGS)
 
 .PHONY: test-slow
-test-slow: .venv/installed ## Run the tests that take long beside what they add to make test (about 15 minutes, 2 of them where SLURM is installed, 2 on Ray)
+test-slow: .venv/installed ## Run the tests that take long beside what they add to make test (about 20 minutes, 2 of them where SLURM is installed, 2 on Ray)
 	$(BIN)/python -m pytest $(IN_TWO) --dist=worksteal -m 'slow and not matrix' $(PYTEST_ARGS)
 
 .PHONY: test-compose

@@ -153,8 +153,7 @@ class ShardedModel(nn.Module):
         `register_fsdp_forward_method` for the same.)
 
         Raises:
-            ConfigurationError: the module has no such method, this class has one of its own of that
-            name, or the strategy splits layers.
+            ConfigurationError: the module has no such method, the model has one of that name, or the strategy splits layers.
         """
         if hasattr(type(self), name):
             raise ConfigurationError(f"register_forward_method({name!r}): the model has a method of its own of that name; choose another")

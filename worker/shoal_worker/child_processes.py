@@ -71,7 +71,7 @@ wait for."""
 
 
 def report_dead_threads(report: Callable[[str], object]) -> None:
-    """From now on calls `report` when one of Shoal's own threads ends by an exception, after its
+    """Calls `report` from now on when one of Shoal's own threads ends by an exception, after its
     traceback was printed."""
     before = threading.excepthook
 

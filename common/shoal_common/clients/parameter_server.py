@@ -90,10 +90,10 @@ class ParameterServerClient:
         keep_freed_memory()
         self._member_id = member_id
         self.address = settings.address
-        """Where the server is spoken to."""
+        """Address of the server."""
         self._lock = threading.Lock()
         self._calls: dict[object, float] = {}
-        """When each call in progress began, on the monotonic clock. Guarded by `_lock`."""
+        """Start of each call in progress on the monotonic clock. Guarded by `_lock`."""
         self._closed = False
         self._caller = Caller(settings, interceptors, _Stub)
         self._bulk = BulkChannel(
@@ -107,7 +107,7 @@ class ParameterServerClient:
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called."""
+        """True after `close`."""
         return self._closed
 
     @property

@@ -451,7 +451,7 @@ class JobState:
 
     @property
     def waits_for(self) -> str:
-        """What training waits for, and why, for people; empty: steps go on, as far as is known."""
+        """Returns a text that says what training waits for and why; empty if no wait is known."""
         if self.stall is not None:
             return self.stall.text
         if not self.servers_awaited or self.layout is not None or not self.members or self.phase is JobPhase.FINISHED:

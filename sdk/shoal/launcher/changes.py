@@ -29,7 +29,7 @@ class JobEvent(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What makes one generation of the one before; or what happened to a parameter server, or why a step stood."""
+    """Reasons for a pause: changes of membership, events of a parameter server, or a stalled step."""
 
     generation: int
     """The new one's number; 0: there is no new one."""

@@ -157,7 +157,7 @@ class Course:
         return moved, self.steps - self.steps_before - 1 + undone - len(self.standstills)
 
     def _is_long(self, apart_ns: int) -> bool:
-        """Whether so much time between two commits is no step, by all the others."""
+        """Returns True if the time between two commits is far longer than that of all other steps."""
         moved, intervals = self._moved
         if apart_ns < LONG_GAP_NS or intervals < 2:
             return False

@@ -246,7 +246,10 @@ def test_a_batch_found_on_the_servers_counts_where_the_worker_that_pushed_it_did
     push("a", 2, second)
     writers["a"].pushing(third)  # it is killed: the servers may have it
     push("b", 1, fourth)
-    tallies = lambda: {name: tally for name in writers if (tally := read_tally(tmp_path / name)) is not None}  # noqa: E731
+
+    def tallies() -> dict[str, Tally]:
+        return {name: tally for name in writers if (tally := read_tally(tmp_path / name)) is not None}
+
     account.take(tallies(), clock.ns)
     assert (account.figures.steps, account.figures.samples) == (3, 12)
     for batch in (second, third):  # both are dealt to b, which finds them there

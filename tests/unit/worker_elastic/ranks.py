@@ -126,7 +126,7 @@ class Model:
         pass
 
     def check_optimizer_state(self) -> None:
-        """It has no optimizer."""
+        """Accepts any state, since there is no optimizer."""
 
     def capture(self) -> dict[str, Any]:
         return {"model": self.module.state_dict()}

@@ -89,7 +89,7 @@ def test_a_large_registered_object_is_not_copied_in_each_step(caplog: pytest.Log
 
 
 class Position:
-    """Where a script is in its own data."""
+    """Position of a script in its own data."""
 
     def __init__(self) -> None:
         self.next = 0

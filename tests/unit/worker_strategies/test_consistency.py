@@ -75,7 +75,7 @@ def test_only_what_several_ranks_hold_can_differ() -> None:
 
 
 def shift_on_rank_1(net: nn.Sequential) -> None:
-    """What scripts do under `if rank == 0:`; ranks hold these values whole or in part, so all of
+    """Changes values on one rank, as under `if rank == 0:`. Ranks hold them whole or in part, so all of
     them change."""
     if shoal.rank() == 1:
         with inside():

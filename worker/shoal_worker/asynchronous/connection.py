@@ -28,7 +28,7 @@ class Connection:
         """Does not connect yet."""
         self._job = job
         self.address = share.address
-        """Where the server is spoken to."""
+        """Address of the server."""
         self.client = job.server_client(share.address)
         self._closed = False
         self.adopt(share)

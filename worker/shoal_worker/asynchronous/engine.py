@@ -69,7 +69,7 @@ class AsyncEngine(Engine):
         self._tensors: list[HostTensor] = []
         self._started = False
         self._writes: WrittenParameters | None = None
-        """What passes write to parameters: the servers' values would overwrite it."""
+        """Writes of passes to parameters, which values from the servers would overwrite."""
         self._clock = 0
         """Iterations finished, as the servers are told."""
         self._handover: Handover | None = None

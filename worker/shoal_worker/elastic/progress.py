@@ -62,7 +62,7 @@ class Progress:
     cpu_s: float = 0.0
     """Processor time that the process and its children have used."""
     server_wait_s: float = 0.0
-    """For how long this worker has waited for a parameter server without a break; 0: it does not wait."""
+    """Seconds that this worker has waited for a parameter server without a break; 0: it does not wait."""
     awaited_server: str = ""
     """Which one, for people."""
     busy_link: BusyLink | None = None

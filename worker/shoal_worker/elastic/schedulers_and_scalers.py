@@ -163,7 +163,7 @@ class RegisteredState:
         self._early: dict[str, _Before] = {}
         """What objects were that advanced in it."""
         self._again: dict[str, _Before] = {}
-        """What objects without a gate were before the step that was lost, until it begins anew."""
+        """States of objects without a gate before the lost step, until it begins anew."""
         self._comes_again = True
         """The batch of the step in progress comes again if it is lost: a loader of Shoal's gave it."""
         self._copied: set[str] = set()

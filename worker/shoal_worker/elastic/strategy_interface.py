@@ -135,7 +135,7 @@ class TrainingEngine(Protocol):
         ...
 
     def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """What this rank holds that others hold as well, after a step that all have applied:
+        """State that this rank and others hold after a step that all have applied:
         tensors by name, in groups that a rank holds as a whole or not at all. Equal on all ranks
         that hold them. Shares memory with the state."""
         ...

@@ -73,8 +73,7 @@ class Setup:
 
 
 def _normalizes_batches(layer: nn.Module) -> bool:
-    """Whether the layer normalizes by the samples of this rank alone, and raises where that is
-    one."""
+    """Returns True if the layer normalizes by the samples of this rank alone, and refuses one."""
     return isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
 
 
@@ -478,7 +477,7 @@ class Engine(abc.ABC):
                     ) from error
 
     def _optimized(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """What the optimizer updates of each parameter here."""
+        """Tensors that the optimizer updates here, by parameter name."""
         return self.module.named_parameters()
 
     def _check_can_travel(self, key: str, value: Any) -> None:

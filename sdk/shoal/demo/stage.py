@@ -45,7 +45,8 @@ class Plan:
     kill_at: float | None = None
     """Share of the run after which a parameter server gets SIGKILL, or a worker where there are none; None: nobody does."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    deadline: timedelta = timedelta(seconds=70)
+    patience: timedelta = timedelta(seconds=60)
+    """Longest time without a new step: the run itself takes as long as the machine needs."""
 
 
 @dataclass(kw_only=True)
@@ -83,7 +84,7 @@ def perform(plan: Plan, directory: Path, show: Show) -> Outcome:
     """Runs `plan` to its end; `show` is called some times a second.
 
     Raises:
-        DeadlineError: the run took longer than the plan allows; it was stopped.
+        DeadlineError: the run made no progress for longer than the plan allows; it was stopped.
     """
     outcome = Outcome(plan=plan, directory=directory)
     outcome.traces.mkdir(parents=True)
@@ -133,19 +134,23 @@ def _process(command: list[str], environment: Mapping[str, str], log: IO[bytes])
 
 def _watch(process: subprocess.Popen[bytes], outcome: Outcome, show: Show, mark: str) -> None:
     plan = outcome.plan
-    deadline = time.monotonic() + plan.deadline.total_seconds()
+    patience_s = plan.patience.total_seconds()
+    step, progressed_at = 0, time.monotonic()
     client: CoordinatorClient | None = None
     cluster: ClusterRecord | None = None
     try:
         while process.poll() is None:
-            if time.monotonic() > deadline:
-                raise DeadlineError(
-                    f"{plan.title} did not end within {plan.deadline.total_seconds():.0f} s; its output is in {outcome.log}"
-                )
             if client is None:
                 cluster = next((c for c in running_clusters() if c.pid == process.pid), None)
                 client = CoordinatorClient(ChannelSettings(address=cluster.coordinator)) if cluster is not None else None
             job = _job(client, cluster)
+            if job is not None and (reached := steps_done(plan, job.members)) > step:
+                step, progressed_at = reached, time.monotonic()
+            if time.monotonic() > progressed_at + patience_s:
+                raise DeadlineError(
+                    f"{plan.title} made no step for {patience_s:.0f} s after step {step} of {plan.total_steps}; "
+                    f"its output is in {outcome.log}"
+                )
             if job is not None and plan.kill_at is not None and outcome.killed_unix_s is None:
                 _kill_when_due(job, plan, outcome, mark)
             show(plan, job, outcome)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import io
+import sys
 import time
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
-from shoal.demo import digits
+from shoal.demo import digits, stage
 from shoal.demo.director import plans
 from shoal.demo.report import _pauses
 from shoal.demo.screen import Screen
 from shoal.demo.stage import Outcome
 from shoal.demo.trace import CommittedStep, Trace
 from shoal.demo.train import Drag
+from shoal_common.errors import DeadlineError
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 
@@ -77,3 +81,16 @@ def test_the_pause_for_a_server_is_the_longest_time_without_a_step_after_its_kil
     pause, joined = _pauses(outcome, steps[:6])
     assert pause == pytest.approx(4.0)
     assert joined is None
+
+
+def test_a_run_is_stopped_for_lack_of_progress_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = replace(plans(sync_epochs=1, async_epochs=1)[0], patience=timedelta(seconds=1))
+    steps = iter(range(1, 10))  # one with each look, for longer than the patience
+
+    def progressing(client: object, cluster: object) -> pb.GetJobResponse:
+        return pb.GetJobResponse(members=[pb.MemberStatus(progress=pb.Progress(step=next(steps, 9)))])
+
+    monkeypatch.setattr(stage, "_command", lambda plan, records: [sys.executable, "-c", "import time; time.sleep(60)"])
+    monkeypatch.setattr(stage, "_job", progressing)
+    with pytest.raises(DeadlineError, match=f"made no step for 1 s after step 9 of {plan.total_steps}; its output is in "):
+        stage.perform(plan, tmp_path, lambda plan, job, outcome: None)

@@ -500,6 +500,7 @@ class StepLifecycle:
             generation=self._borders.generation,
             asynchronous=own,
             known=step.known,
+            pushed=step.pushed != (),
         )
         self._borders.committed(step)
 

@@ -1,4 +1,4 @@
-"""Programs on a machine whose file systems are read-only, as in a container with `read_only: true`.
+"""Programs on a machine whose file systems are read-only, as in a container with `read_only: true`, or full.
 
 A mount namespace of the test's own has them: nothing changes for others. That needs root.
 """
@@ -47,6 +47,32 @@ def why_not() -> str:
     except OSError as error:
         return f"there is no unshare: {error}"
     return "" if done.returncode == 0 else f"a mount namespace needs root: {done.stderr.strip() or 'it is not read-only'}"
+
+
+_FILL = """
+set -e
+mount --make-rprivate /
+mount -t tmpfs -o size=64k none "$1"
+head -c 1M /dev/zero > "$1/fill" 2>/dev/null || true
+exec "$2" -m shoal_coordinator --listen 127.0.0.1:0 --redis "embedded://$1/redis"
+"""
+
+
+def test_an_embedded_redis_on_a_full_disk_is_said_to_have_no_room(shell: Shell, tmp_path: Path) -> None:
+    if why := why_not():
+        pytest.skip(why)
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", _FILL, "sh", tmp_path, sys.executable],
+        env=shell.environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert f"the disk of {tmp_path / 'redis'} is full; make room there" in line
 
 
 def run(shell: Shell, *command: str | Path, writable: Path | None = None) -> tuple[int, str, list[str]]:

@@ -110,7 +110,7 @@ class ProgressMeter:
         self._unpushed = (0, 0)
         """Inner steps and their samples that the servers do not have yet."""
         self._counts: Counts | None = None
-        """As last written to the tally."""
+        """What the tally holds now."""
         self._pushing = 0
         self._begun_pushes: set[int] = set()
         """Keys of batches whose push began here and was not committed."""

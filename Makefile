@@ -215,6 +215,10 @@ verify-images: .venv/installed .venv-docs/installed
 		'from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load()' > /dev/null
 	@touch $@
 
+.PHONY: pin-images
+pin-images: .venv/installed ## Write compose.pinned.yaml, which names the images of others by digest (ENGINE=podman: with podman)
+	$(BIN)/python docker/pin_images.py $(or $(ENGINE),docker)
+
 .PHONY: secrets
 secrets: ## Make the tokens and passwords that compose.yaml mounts (docker/secrets), once
 	$(PYTHON) docker/make_secrets.py

@@ -26,6 +26,8 @@ import weakref
 from pathlib import Path
 from typing import Final
 
+from shoal_common.errors import ConfigurationError
+
 _PREFIX: Final = "shoal-"
 _OWN_PREFIX: Final = "shoal-scratch-"
 _LOCK: Final = ".shoal-owner"
@@ -49,13 +51,31 @@ while quiet < 5 and time.monotonic() < give_up_at:
 """
 
 
+def temporary_directory() -> Path:
+    """Returns the system's temporary directory. Raises ConfigurationError: this user can write to none."""
+    try:
+        return Path(tempfile.gettempdir()).absolute()
+    except OSError as error:
+        raise ConfigurationError(f"{error.strerror}: set TMPDIR to a directory that you can write to") from error
+
+
 class ScratchDirectory:
     """One directory below the system's temporary one, until `close`."""
 
     def __init__(self, purpose: str) -> None:
-        """Makes it; `purpose` is part of its name. Raises OSError."""
+        """Makes it; `purpose` is part of its name. Raises ConfigurationError: there is no room for
+        it, or no directory to write to."""
+        temporary = temporary_directory()
+        self.path = temporary / f"{_OWN_PREFIX}{purpose}-{secrets.token_hex(8)}"
+        try:
+            self._make()
+        except OSError as error:
+            raise ConfigurationError(
+                f"{temporary} holds no files of this process: {error}; free some space there, or set TMPDIR to another directory"
+            ) from error
+
+    def _make(self) -> None:
         remove_orphans()
-        self.path = Path(tempfile.gettempdir()).absolute() / f"{_OWN_PREFIX}{purpose}-{secrets.token_hex(8)}"
         with contextlib.ExitStack() as undo:
             keeper = _Keeper(self.path)
             undo.callback(keeper.close)  # where the name is taken, it must not remove what has it

@@ -28,12 +28,12 @@ MOST_SPANS: Final = 64
 
 _MAGIC: Final = b"shoaltal"
 _SPAN: Final = struct.Struct("<qqqqq")
-_COUNTS: Final = struct.Struct("<qqqqqqqqdd?Q")
+_COUNTS: Final = struct.Struct("<qqqqqqqqdd?Qqq")
 _SLOT: Final = struct.Struct(f"<q{_COUNTS.size}s{_SPAN.size}sqI")
 _PUSHING_AT: Final = len(_MAGIC)
 _SLOTS_AT: Final = 64
 _RING_AT: Final = _SLOTS_AT + 2 * 192
-_KNOWN: Final = struct.Struct("<Qq")
+_KNOWN: Final = struct.Struct("<Qqq")
 _KNOWN_AT: Final = _RING_AT + MOST_SPANS * _SPAN.size
 _MOST_KNOWN: Final = 256
 _SIZE: Final = _KNOWN_AT + _MOST_KNOWN * _KNOWN.size
@@ -79,6 +79,10 @@ class Counts(NamedTuple):
     """Each worker takes steps of its own (async_sgd): the run's steps and samples are the sum over the workers."""
     batch: int = 0
     """Key of the batch whose push was committed last; 0: pushes have none."""
+    unpushed_steps: int = 0
+    """Inner steps since the last push, among `commits`: the servers do not have them yet."""
+    unpushed_samples: int = 0
+    """Samples of those."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,14 +96,24 @@ class Tally:
     """How many there were before these."""
     in_doubt: int = 0
     """Key of a batch whose push had begun and is not among the commits: a worker that died may have pushed it. 0: none."""
-    known: Mapping[int, int] = field(default_factory=dict)
-    """Samples by key of batches that the servers had from another worker already. They are not among the commits: if that worker
-    committed them, it has counted them; else they are its `in_doubt`."""
+    known: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """Steps and samples, by key, of batches that the servers had from another worker already. They are not among the commits: if
+    that worker committed them, it has counted them; else they are its `in_doubt`."""
 
     @property
     def steps(self) -> int:
         """Committed steps of the run; of this worker where it is asynchronous."""
         return self.spans[-1].steps
+
+    @property
+    def own_steps(self) -> int:
+        """Steps of this worker that the servers have."""
+        return self.steps - self.counts.steps_before - self.counts.unpushed_steps
+
+    @property
+    def own_samples(self) -> int:
+        """Samples of those."""
+        return self.counts.samples - self.counts.samples_before - self.counts.unpushed_samples
 
 
 class TallyWriter:
@@ -124,10 +138,10 @@ class TallyWriter:
         """A push of the batch with this key begins; 0: none is under way."""
         struct.pack_into("<Q", self._memory, _PUSHING_AT, batch)
 
-    def known(self, batch: int, samples: int) -> None:
-        """The servers had the batch from another worker already."""
+    def known(self, batch: int, steps: int, samples: int) -> None:
+        """The servers had the batch from another worker already, or the round of so many steps that has this key."""
         self.pushing(0)
-        _KNOWN.pack_into(self._memory, _KNOWN_AT + self._known % _MOST_KNOWN * _KNOWN.size, batch, samples)
+        _KNOWN.pack_into(self._memory, _KNOWN_AT + self._known % _MOST_KNOWN * _KNOWN.size, batch, steps, samples)
         self._known += 1
 
     def committed(self, counts: Counts, *, generation: int, steps: int) -> None:
@@ -141,6 +155,13 @@ class TallyWriter:
                 self._finished += 1
             span = Span(generation, steps - 1, steps, now, now)
         self._span = span
+        self.recount(counts)
+
+    def recount(self, counts: Counts) -> None:
+        """The counts have changed since the last commit, which stands."""
+        span = self._span
+        if span is None:
+            return
         self._number = number = self._number + 1
         body = struct.pack("<q", number) + _COUNTS.pack(*counts) + _SPAN.pack(*span) + struct.pack("<q", self._finished)
         at = _SLOTS_AT + number % 2 * 192
@@ -168,8 +189,7 @@ def read_tally(path: Path) -> Tally | None:
     ring = [Span(*_SPAN.unpack_from(content, _RING_AT + number % MOST_SPANS * _SPAN.size)) for number in kept]
     told = Counts(*_COUNTS.unpack(counts))
     (pushing,) = struct.unpack_from("<Q", content, _PUSHING_AT)
-    known = dict(_KNOWN.iter_unpack(content[_KNOWN_AT:_SIZE]))
-    known.pop(0, None)
+    known = {key: (steps, samples) for key, steps, samples in _KNOWN.iter_unpack(content[_KNOWN_AT:_SIZE]) if key}
     return Tally(
         counts=told,
         spans=(*ring, Span(*_SPAN.unpack(span))),

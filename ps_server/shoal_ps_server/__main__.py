@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from shoal_common.allocator import keep_freed_memory
 from shoal_common.errors import ShoalError
+from shoal_common.scratch import temporary_directory
 from shoal_common.telemetry import configure_logging
 
 from shoal_ps_server.service.descriptors import raise_limit
@@ -31,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         settings = parse_command_line(arguments)
         configure_logging("ps-server", settings.log_level)
+        temporary_directory()  # packages that torch imports want one
         keep_freed_memory()
         raise_limit()
         asyncio.run(_serve(settings))

@@ -80,7 +80,7 @@ class Network:
             **inherited,
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
-            **{"OUTPUT": str(directory / "results"), "EPOCHS": "10", "WIDTH": "32", "STRATEGY": "ddp", "EVALUATES": ""},
+            **{"OUTPUT": str(directory / "results"), "EPOCHS": "10", "WIDTH": "32", "STRATEGY": "ddp", "BETWEEN": ""},
             **script,
         }
         (directory / "results").mkdir()

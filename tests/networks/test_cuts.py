@@ -114,8 +114,10 @@ def test_a_cut_between_two_workers_is_explained_and_the_others_go_on_without_one
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-def test_a_rank_that_was_cut_off_from_another_in_an_evaluation_is_replaced_when_it_returns(network: Make) -> None:
-    job = network(3, EVALUATES="yes", EPOCHS="20")
+@pytest.mark.parametrize("between", ["evaluate", "save", "epoch"])
+def test_a_rank_that_was_cut_off_from_another_between_two_steps_is_replaced_when_it_returns(network: Make, between: str) -> None:
+    """In an evaluation, while a checkpoint is saved, or at the end of an epoch."""
+    job = network(3, BETWEEN=between, EPOCHS="200" if between == "epoch" else "20")
     job.launch_all(nnodes="2:3")
     with job.parted(["host-1"], ["host-2"]):
         job.wait_explained(r"not reach rank \d \(host-[12]\)")

@@ -24,7 +24,8 @@ def main() -> None:
     net = nn.Sequential(nn.Linear(10, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 2))
     optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
     model, optimizer = shoal.as_distributed(net, optimizer, strategy=os.environ["STRATEGY"], deterministic=True)
-    x = torch.randn(480, 10, generator=torch.Generator().manual_seed(1))
+    between, samples = os.environ["BETWEEN"], 48 if os.environ["BETWEEN"] == "epoch" else 480
+    x = torch.randn(samples, 10, generator=torch.Generator().manual_seed(1))
     loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long()), global_batch_size=48, micro_batch_size=8)
     evaluated = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(x), global_batch_size=48, train=False)
     for _ in loader.epochs(epochs):
@@ -35,8 +36,14 @@ def main() -> None:
             model.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
-            if os.environ["EVALUATES"]:
+            if between == "evaluate":
                 shoal.evaluate(model, evaluated, lambda model, batch: evaluate(model, batch, output))
+            elif between == "save":
+                shoal.save_checkpoint(output / "checkpoints", keep=2)
+                come_late(output)
+                shoal.save_checkpoint(output / "checkpoints", keep=2)
+            elif between == "epoch":
+                come_late(output)
     digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in model.full_state_dict().values())).hexdigest()
     result = {"rank": shoal.rank(), "generation": shoal.generation(), "steps": loader.global_step, "digest": digest}
     (output / f"{os.environ.get('SHOAL_MEMBER_ID', 'alone')}.json").write_text(json.dumps(result))
@@ -47,6 +54,12 @@ def evaluate(model: nn.Module, batch: tuple[torch.Tensor], output: Path) -> dict
     if (output / "hold").exists():
         time.sleep(0.1)
     return {"outputs": float(model(batch[0]).sum())}
+
+
+def come_late(output: Path) -> None:
+    """Lets the other ranks wait for rank 0, as long as steps are slow: most of the time they are in what comes next."""
+    if (output / "hold").exists() and shoal.rank() == 0:
+        time.sleep(0.3)
 
 
 if __name__ == "__main__":

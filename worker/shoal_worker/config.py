@@ -41,8 +41,8 @@ class ShardingConfiguration:
 
     consistency_check_every: int = 100
     """After how many steps ranks compare digests of what they hold in common (replicas, mirrored
-    shards), so that ranks whose values differ stop with the name of the tensor; 0: never. A
-    comparison reads all of a rank's state once."""
+    shards), so that ranks whose values differ stop with the name of the tensor; 0: never. The
+    last step's state is compared as ranks leave. A comparison reads all of a rank's state once."""
 
     param_dtype: torch.dtype | None = None
     """What parameters and inputs are computed with, and parameters fetched in (torch.bfloat16, say); each rank updates its shards in the

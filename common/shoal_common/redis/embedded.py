@@ -42,6 +42,8 @@ _START_DEADLINE_S: Final = 20.0
 _STOP_DEADLINE_S: Final = 10.0
 _PORT_ATTEMPTS: Final = 5
 _LOOPBACK: Final = "127.0.0.1"
+_LEAST_ROOM: Final = 1 << 16
+"""Bytes on its disk without which the server does not start."""
 _ACCESS: Final = "access.conf"
 """The password, as the server reads it: not among its arguments, which everyone on the machine can see."""
 
@@ -200,8 +202,11 @@ class _Child:
         self._thread.join()
 
     def log_tail(self) -> str:
-        lines = self._log.read_text(errors="replace").strip().splitlines()
-        return " | ".join(lines[-4:]) or "nothing in its log"
+        if lines := self._log.read_text(errors="replace").strip().splitlines():
+            return " | ".join(lines[-4:])
+        if shutil.disk_usage(self._log.parent).free < _LEAST_ROOM:
+            return f"the disk of {self._log.parent} is full; make room there, or name another directory"
+        return "nothing in its log"
 
 
 def _start(binary: Path, directory: Path, port: int, lock: int, *, addresses: tuple[str, ...], password: str | None) -> _Child:

@@ -35,6 +35,7 @@ IN_MEMORY = frozenset(
         "look_at_moves_ms",
         "failed_receivers",
         "failed_givers",
+        "replicas",
         "fresh_failures",
     ]
 )
@@ -105,6 +106,7 @@ class Draft:
         self.failed_receivers = state.failed_receivers
         self.failed_givers = state.failed_givers
         self.servers_awaited = state.servers_awaited
+        self.replicas = state.replicas
         self.fresh_failures = state.fresh_failures
 
         self.broken: list[str] = []
@@ -344,6 +346,7 @@ class Draft:
             failed_receivers=self.failed_receivers,
             failed_givers=self.failed_givers,
             servers_awaited=self.servers_awaited,
+            replicas=self.replicas,
             fresh_failures=self.fresh_failures,
         )
         changes = Changes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from shoal_coordinator.membership.replicas import Replicas
 from shoal_coordinator.membership.shards import TensorSpec
 from shoal_coordinator.membership.spec import JobSpec
 from shoal_coordinator.membership.state import Identity, JobEnding, RunId
@@ -80,6 +81,8 @@ class MemberLeft:
     """The others of its generation go on without it, in a job that stops as well."""
     steps: int = 0
     """Optimizer steps that it has committed."""
+    replicas: Replicas | None = None
+    """None: it holds nothing that others hold, or does not say."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from shoal_coordinator.membership.forming import holds_state, named
 from shoal_coordinator.membership.joining import has_place, live_member, stop_for
 from shoal_coordinator.membership.reasons import Refusal
 from shoal_coordinator.membership.recovery import is_recovering
+from shoal_coordinator.membership.replicas import compare
 from shoal_coordinator.membership.state import Cause, JobEnding, JobPhase, Member, MemberPhase
 
 _REFUSAL_OF: Mapping[Ending, Refusal] = {
@@ -62,8 +63,22 @@ def member_left(draft: Draft, event: MemberLeft) -> None:
         # It left at a border before a generation without it was written: on SIGTERM, or because too few would have remained. In a job that
         # stops its peers stand at that border and wait for one; they stop at the next.
         draft.broken.append(f"member {member.member_id} left ({event.reason})")
+    apart = _compare_replicas(draft, member, event)
     _take_out(draft, member, kind="member_left", ending=event.reason, detail=event.detail, steps=event.steps)
-    draft.effects.append(EndSession(member_id=member.member_id, error=None))
+    error = PreconditionError(apart, reason=Refusal.REPLICAS_DIVERGED) if apart else None
+    draft.effects.append(EndSession(member_id=member.member_id, error=error))
+
+
+def _compare_replicas(draft: Draft, member: Member, event: MemberLeft) -> str:
+    """Compares what a member held after its last step with those that left before. A difference
+    fails the job. Returns what it is, or nothing."""
+    if event.replicas is None or event.reason is not LeaveReason.FINISHED:
+        return ""
+    draft.replicas, apart = compare(draft.replicas, event.replicas, named(member.identity, draft.place_of(member.member_id)))
+    if apart:
+        draft.reasons.append(apart)
+        _fail(draft, apart)
+    return apart
 
 
 @dataclass(frozen=True, kw_only=True)

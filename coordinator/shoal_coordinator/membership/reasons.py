@@ -45,6 +45,8 @@ class Refusal(StrEnum):
     """Ends the session of a member that made no progress while its peers waited for it."""
     LEASE_EXPIRED = "LEASE_EXPIRED"
     """Ends the session of a member or server that sent no heartbeat for lease_ms."""
+    REPLICAS_DIVERGED = "REPLICAS_DIVERGED"
+    """Ends the session of a member that leaves and held other values after the run's last step than one that left before it."""
     PROCESS_EXITED = "PROCESS_EXITED"
     """Ends the session of a member whose launcher saw its process end."""
     SESSION_REPLACED = "SESSION_REPLACED"

@@ -15,6 +15,7 @@ from functools import cached_property
 from shoal_common import rank_table
 
 from shoal_coordinator.membership.batches import Loader
+from shoal_coordinator.membership.replicas import ReplicasSeen
 from shoal_coordinator.membership.shards import ShardLayout
 from shoal_coordinator.membership.spec import JobSpec
 
@@ -442,6 +443,8 @@ class JobState:
     """In memory only. By the index of a place from which the last move of partitions failed, by its own fault."""
     servers_awaited: int = 0
     """In memory only. How many parameter servers were missing when a worker last declared its tensors."""
+    replicas: ReplicasSeen | None = None
+    """In memory only. What members held after their last step; None: none has left that said so."""
     fresh_failures: int = 0
     """In memory only. Collectives that failed in generations one after another, each before Policy.fresh_generation_ms."""
 

@@ -31,6 +31,7 @@ from shoal_coordinator.membership.events import (
     TensorsDeclared,
 )
 from shoal_coordinator.membership.pulse import Progress
+from shoal_coordinator.membership.replicas import Replicas
 from shoal_coordinator.membership.shards import ITEM_BYTES, TensorSpec
 from shoal_coordinator.membership.spec import DEFAULT_LEASE_MS, DEFAULT_STALL_TIMEOUT_MS, LARGEST_WORLD, MOST_SERVERS, JobSpec
 from shoal_coordinator.membership.state import Generation, Identity, JobEnding, JobState, RunId
@@ -42,6 +43,8 @@ _MOST_TENSORS: Final = 100_000
 _MOST_DIMENSIONS: Final = 64
 _MOST_WANTED: Final = 1024
 _MOST_FINISHED: Final = 65_536
+_MOST_GROUPS: Final = 1024
+_LONGEST_GROUP: Final = 256
 _LONGEST_BATCH_MS: Final = 86_400_000
 _LEAVE_REASONS: Final = {
     pb.Leave.REASON_DRAINED: LeaveReason.DRAINED,
@@ -182,7 +185,29 @@ def parse_leave(member_id: str, message: pb.Leave) -> MemberLeft:
     if reason is None:
         raise wrong("leave.reason", message.reason, "REASON_DRAINED, REASON_FINISHED or REASON_FAILED")
     detail = checks.text("leave.detail", message.detail, longest=LONGEST_DETAIL)
-    return MemberLeft(member_id=member_id, reason=reason, detail=detail, alone=message.alone, steps=number("leave.steps", message.steps))
+    return MemberLeft(
+        member_id=member_id,
+        reason=reason,
+        detail=detail,
+        alone=message.alone,
+        steps=number("leave.steps", message.steps),
+        replicas=_parse_replicas(message.replicas) if message.HasField("replicas") else None,
+    )
+
+
+def _parse_replicas(message: pb.Replicas) -> Replicas:
+    if len(message.digests) > _MOST_GROUPS:
+        raise wrong("leave.replicas.digests", f"{len(message.digests)} groups", f"at most {_MOST_GROUPS}")
+    digests = {
+        checks.text("leave.replicas.digests", group, longest=_LONGEST_GROUP, required=True): digest
+        for group, digest in sorted(message.digests.items())
+    }
+    return Replicas(
+        generation=number("leave.replicas.generation", message.generation, low=1),
+        step=number("leave.replicas.step", message.step, low=1),
+        agreed=number("leave.replicas.agreed", message.agreed),
+        digests=digests,
+    )
 
 
 def parse_exit(message: pb.ReportExitRequest) -> ExitReported:

@@ -370,7 +370,7 @@ class CollectiveFailure(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., suspects: _Optional[_Iterable[int]] = ..., timed_out: _Optional[bool] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class Leave(_message.Message):
-    __slots__ = ("reason", "detail", "alone", "steps")
+    __slots__ = ("reason", "detail", "alone", "steps", "replicas")
     class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         REASON_UNSPECIFIED: _ClassVar[Leave.Reason]
@@ -385,11 +385,32 @@ class Leave(_message.Message):
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     ALONE_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
     reason: Leave.Reason
     detail: str
     alone: bool
     steps: int
-    def __init__(self, reason: _Optional[_Union[Leave.Reason, str]] = ..., detail: _Optional[str] = ..., alone: _Optional[bool] = ..., steps: _Optional[int] = ...) -> None: ...
+    replicas: Replicas
+    def __init__(self, reason: _Optional[_Union[Leave.Reason, str]] = ..., detail: _Optional[str] = ..., alone: _Optional[bool] = ..., steps: _Optional[int] = ..., replicas: _Optional[_Union[Replicas, _Mapping]] = ...) -> None: ...
+
+class Replicas(_message.Message):
+    __slots__ = ("generation", "step", "agreed", "digests")
+    class DigestsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    AGREED_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    step: int
+    agreed: int
+    digests: _containers.ScalarMap[str, int]
+    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., agreed: _Optional[int] = ..., digests: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class MemberDirective(_message.Message):
     __slots__ = ("welcome", "generation", "drain", "stop", "standby", "notice", "rank")

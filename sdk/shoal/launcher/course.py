@@ -104,22 +104,23 @@ class Course:
     def steps(self) -> int:
         """Committed steps of the run that stand; of asynchronous training, those of this launcher's workers."""
         if self.asynchronous:
-            return sum(tally.steps - tally.counts.steps_before for tally in self._tallies.values()) + len(self._left_behind)
+            pushed = sum(tally.own_steps for tally in self._tallies.values())
+            return pushed + sum(steps for steps, _ in self._left_behind.values())
         return self._newest.steps if self._tallies else 0
 
     @property
     def samples(self) -> int:
         """Samples of the steps since `steps_before`; 0: the script deals them itself."""
         if self.asynchronous:
-            counts = [tally.counts for tally in self._tallies.values()]
-            return sum(each.samples - each.samples_before for each in counts) + sum(self._left_behind.values())
+            pushed = sum(tally.own_samples for tally in self._tallies.values())
+            return pushed + sum(samples for _, samples in self._left_behind.values())
         return max(0, self._newest.counts.samples - self._began[2]) if self._began is not None else 0
 
     @property
-    def _left_behind(self) -> dict[int, int]:
-        """Samples by key of batches that a worker pushed and did not live to count; another one found them on the servers."""
+    def _left_behind(self) -> dict[int, tuple[int, int]]:
+        """Steps and samples, by key, of batches that a worker pushed and did not live to count; another one found them on the servers."""
         in_doubt = {tally.in_doubt for tally in self._tallies.values()}
-        return {batch: n for tally in self._tallies.values() for batch, n in tally.known.items() if batch in in_doubt}
+        return {key: each for tally in self._tallies.values() for key, each in tally.known.items() if key in in_doubt}
 
     @property
     def steps_in_all(self) -> int:

@@ -162,7 +162,8 @@ from torch.utils.data import TensorDataset
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 1)
-model, optimizer = shoal.as_distributed(model, torch.optim.SGD(model.parameters(), 2.0**-8), strategy="async_sgd")
+options = {{options}}
+model, optimizer = shoal.as_distributed(model, torch.optim.SGD(model.parameters(), 2.0**-8), strategy="async_sgd", **options)
 loader = shoal.ElasticDataLoader(TensorDataset(torch.ones(640, 4)), batch_size=4)
 taken = 0
 for _ in loader.epochs(1):
@@ -172,14 +173,29 @@ for _ in loader.epochs(1):
         optimizer.step()
         taken += 1
         time.sleep(0.01)
-        if taken == 20 and os.environ["LOCAL_RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if taken == {{dies_after}} and os.environ["LOCAL_RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_batch_that_a_killed_worker_had_pushed_counts_once_in_the_figures(shell: Shell) -> None:
-    flags = ("run", "--standalone", "--nproc-per-node", "2", "--servers", "1")
-    status, _, err = shell.run(*flags, shell.script(ASYNCHRONOUS))
+def run_asynchronous(shell: Shell, options: str, dies_after: int) -> str:
+    """Two workers, of which one is killed. Returns what the launcher said."""
+    script = shell.script(ASYNCHRONOUS.replace("{{options}}", options).replace("{{dies_after}}", str(dies_after)))
+    status, _, err = shell.run("run", "--standalone", "--nproc-per-node", "2", "--servers", "1", script)
     assert status == 0, err
     assert "ended with SIGKILL" in err
+    said: str = err
+    return said
+
+
+def test_a_batch_that_a_killed_worker_had_pushed_counts_once_in_the_figures(shell: Shell) -> None:
+    err = run_asynchronous(shell, "{}", 20)
+    assert re.search(r"^shoal: 160 steps, 640 samples in ", err, re.MULTILINE), err
+
+
+@pytest.mark.parametrize("dies_after", [18, 20])
+def test_inner_steps_that_a_killed_worker_had_not_pushed_count_once_in_the_figures(shell: Shell, dies_after: int) -> None:
+    """A round has eight steps; their batches are dealt again."""
+    options = "{'inner_steps': 8, 'outer_optimizer': torch.optim.SGD(model.parameters(), 1.0)}"
+    err = run_asynchronous(shell, options, dies_after)
     assert re.search(r"^shoal: 160 steps, 640 samples in ", err, re.MULTILINE), err

@@ -44,6 +44,7 @@ from shoal_coordinator.membership.joining import Joined
 from shoal_coordinator.membership.leases import Leased
 from shoal_coordinator.membership.leaving import ExitNoted
 from shoal_coordinator.membership.pulse import Progress, Pulse, Pulses, attached, beaten, detached, expired
+from shoal_coordinator.membership.replicas import Replicas
 from shoal_coordinator.membership.runs import RunEnding, RunGranted
 from shoal_coordinator.membership.servers import Registered, ServersAwaited
 from shoal_coordinator.membership.shards import Piece, ShardLayout, TensorSpec
@@ -196,8 +197,21 @@ class Story:
             self.detach(member)
             self.happen(StreamBroken(member_id=member))
 
-    def left(self, member: str, reason: str, alone: str = "", steps: str = "0") -> None:
-        self.happen(MemberLeft(member_id=member, reason=LeaveReason(reason), detail="", alone=bool(alone), steps=int(steps)))
+    def left(self, member: str, reason: str, alone: str = "", steps: str = "0", agreed: str = "0", **held: str) -> None:
+        """`held`: digests of what it held after its last step, by the names of groups of tensors."""
+        replicas = None
+        if held:
+            digests = {group.replace("_", " "): int(digest) for group, digest in held.items()}
+            replicas = Replicas(generation=self.state.number, step=int(steps), agreed=int(agreed), digests=digests)
+        left = MemberLeft(
+            member_id=member,
+            reason=LeaveReason(reason),
+            detail="",
+            alone=bool(alone),
+            steps=int(steps),
+            replicas=replicas,
+        )
+        self.happen(left)
 
     def exit(self, member: str, code: str = "0", signal: str = "0", failure: str = "", finished: str = "") -> None:
         self.happen(ExitReported(member_id=member, exit_code=int(code), signal=int(signal), failure=failure, finished=bool(finished)))

@@ -9,6 +9,8 @@ from shoal.cli.live import LiveView
 from shoal.launcher.account import RunAccount, figures_lines
 from shoal.launcher.output import Stream
 from shoal_common.tally import Counts, Tally, TallyWriter, read_tally
+from shoal_worker.elastic.progress import ProgressMeter
+from shoal_worker.metrics import WorkerMetrics
 
 MS = 1_000_000
 BATCH = 96
@@ -254,9 +256,60 @@ def test_a_batch_found_on_the_servers_counts_where_the_worker_that_pushed_it_did
     assert (account.figures.steps, account.figures.samples) == (3, 12)
     for batch in (second, third):  # both are dealt to b, which finds them there
         writers["b"].pushing(batch)
-        writers["b"].known(batch, 4)
+        writers["b"].known(batch, 1, 4)
     account.take(tallies(), clock.ns, settle=True)
     assert (account.figures.steps, account.figures.samples) == (4, 16)
+
+
+def test_inner_steps_count_once_their_round_is_on_the_servers(tmp_path) -> None:
+    """Rounds of three steps with four samples each, pushed by workers that progress meters follow."""
+    account, clock = RunAccount(), Clock()
+    meters: dict[str, ProgressMeter] = {}
+    steps = dict.fromkeys("ab", 0)
+    for name in "ab":
+        meters[name] = ProgressMeter(WorkerMetrics())
+        meters[name].tally_writer = TallyWriter(tmp_path / name, clock_ns=clock)
+
+    def step(name: str, *, pushes: int = 0, known: bool = False) -> None:
+        if pushes:
+            meters[name].pushing(pushes)
+        steps[name] += 1
+        counts = {"generation": 1, "asynchronous": True, "known": known, "pushed": pushes > 0}
+        meters[name].tally(steps[name], 4 * steps[name], 4, **counts)
+
+    def figures() -> tuple[int, int]:
+        tallies = {name: tally for name in steps if (tally := read_tally(tmp_path / name)) is not None}
+        account.take(tallies, clock.ns, settle=True)
+        return account.figures.steps, account.figures.samples
+
+    def take_round(name: str, key: int, *, known: bool = False) -> None:
+        step(name)
+        step(name)
+        step(name, pushes=key, known=known)
+
+    take_round("a", 1)
+    step("a")
+    assert figures() == (3, 12)
+    step("a")
+    step("a", pushes=2)
+    assert figures() == (6, 24)
+    step("a")
+    step("a")
+    meters["a"].pushing(3)  # it is killed: the servers may have the round
+    assert figures() == (6, 24)
+    take_round("b", 3, known=True)
+    assert figures() == (9, 36)
+    step("b")
+    meters["b"].round_undone()  # its loop was left
+    assert figures() == (9, 36)
+    take_round("b", 4)
+    assert figures() == (12, 48)
+    step("b")
+    step("b")
+    meters["b"].round_pushed()  # optimizer.synchronize_parameters()
+    assert figures() == (14, 56)
+    step("b")
+    assert figures() == (14, 56)
 
 
 def test_of_a_tally_that_is_torn_the_commit_before_is_read(tmp_path) -> None:

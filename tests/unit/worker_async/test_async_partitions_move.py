@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ from shoal_protos.v1 import coordinator_pb2
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.options import AsyncOptions, Revision, ServerOptimizer
+from shoal_worker.asynchronous.server_waits import ServerWaits
 from shoal_worker.asynchronous.servers import ParameterServers
 from shoal_worker.asynchronous.tensors import HostTensor, Iteration, Payloads
 from shoal_worker.metrics import WorkerMetrics
@@ -135,7 +136,7 @@ def member_of(cluster: Cluster) -> Iterator[tuple[ParameterServers, Mapping[str,
         leaving=False,
         straggler_patience=timedelta(seconds=9),
         shard_map=cluster.shard_map,
-        waits_for=lambda server: nullcontext(),
+        waits=ServerWaits(),
         server_client=lambda address: cast(ParameterServerClient, Client(cluster, int(address.split(":")[0][-1]))),
     )
     servers = ParameterServers(

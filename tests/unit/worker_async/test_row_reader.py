@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import cast
@@ -13,11 +12,12 @@ from shoal_common.errors import CorruptDataError, InvalidRequestError, ShoalErro
 from shoal_protos.v1 import coordinator_pb2 as pb
 from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.row_reader import RowReader
+from shoal_worker.asynchronous.server_waits import ServerWaits
 
 
 @pytest.fixture
 def reader() -> Iterator[RowReader]:
-    job = cast(Job, SimpleNamespace(leaving=False, shard_map=lambda: None, waits_for=lambda server: nullcontext()))
+    job = cast(Job, SimpleNamespace(leaving=False, shard_map=lambda: None, waits=ServerWaits()))
     reader = RowReader(job, pb.ShardMap(), patience=timedelta(minutes=10))
     yield reader
     reader.close()

@@ -60,6 +60,9 @@ class FakeSession:
     def loop_left(self, source):
         pass
 
+    def loop_ended(self):
+        pass
+
     def enter_epochs(self, source):
         self.begin_step(source)
         return source.epoch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -256,3 +257,139 @@ def test_a_difference_counts_although_a_peer_leaves_before_the_tensor_is_known()
 @pytest.mark.parametrize(("elements", "parts"), [(1, 1), (10, 10), (64, 64), (65, 64), (1000, 64), (1 << 16, 64)])
 def test_a_tensor_is_compared_in_64_parts_if_it_has_as_many_elements(elements: int, parts: int) -> None:
     assert len(replicas_compared._parts_of(torch.zeros(elements))) == parts
+
+
+# ------------------------------------------------------------------------------------ the end of a run
+
+Script = Callable[[nn.Sequential, Any, Callable[[torch.Tensor], None]], None]
+"""Trains to the end of a run. Gets the module, a loader of seven steps, and what takes a step."""
+
+
+def take_all(net: nn.Sequential, loader: Any, step: Callable[[torch.Tensor], None]) -> None:
+    for (batch,) in loader:
+        step(batch)
+
+
+def take_epochs(net: nn.Sequential, loader: Any, step: Callable[[torch.Tensor], None]) -> None:
+    for _ in loader.epochs(1):
+        for (batch,) in loader:
+            step(batch)
+
+
+def break_behind_a_step(net: nn.Sequential, loader: Any, step: Callable[[torch.Tensor], None]) -> None:
+    for (batch,) in loader:
+        step(batch)
+        if loader.global_step == 6:
+            break
+
+
+def break_before_a_step(net: nn.Sequential, loader: Any, step: Callable[[torch.Tensor], None]) -> None:
+    for _, (batch,) in enumerate(loader):
+        if loader.global_step == 6:
+            break
+        step(batch)
+
+
+def return_from_the_loop(net: nn.Sequential, loader: Any, step: Callable[[torch.Tensor], None]) -> None:
+    for (batch,) in loader:
+        step(batch)
+        if loader.global_step == 6:
+            return
+
+
+LOOPS = [take_all, take_epochs, break_behind_a_step, break_before_a_step, return_from_the_loop]
+
+
+def run_to_the_end(
+    strategy: str, every: int, loop: Script, wrong_after: int = 0, afterwards: Callable[[nn.Sequential], None] | None = None
+) -> None:
+    """A run of two or three ranks. After step `wrong_after` rank 1 changes its values in the loop."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+    model, optimizer = shoal.as_distributed(
+        net,
+        torch.optim.SGD(net.parameters(), 1e-2),
+        strategy=strategy,
+        consistency_check_every=every,
+        minimum_parameter_group_size=1,
+    )
+    x = torch.randn(12 * 7, 8, generator=torch.Generator().manual_seed(1))
+    loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(x), global_batch_size=12)
+
+    def step(batch: torch.Tensor) -> None:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if loader.global_step == wrong_after:
+            shift_on_rank_1(net)
+
+    loop(net, loader, step)
+    if afterwards is not None:
+        afterwards(net)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_values_that_differ_after_the_last_comparison_fail_the_run_at_its_end(loop: Script, strategy: str) -> None:
+    last = 7 if loop in (take_all, take_epochs) else 6
+    wrong_after = 5 if strategy == "ddp" else last  # the next update of the others mends it
+    with pytest.raises(ShoalError) as stopped:
+        shoal.launch(run_to_the_end, strategy, 4, loop, wrong_after, world_size=2)
+    assert str(stopped.value).startswith(f"after step {last}, the last one, ranks ")
+    assert "after step 4 all agreed" in str(stopped.value)
+
+
+def test_a_run_that_is_too_short_for_a_comparison_is_compared_at_its_end() -> None:
+    with pytest.raises(ShoalError, match="the ranks had not compared before"):
+        shoal.launch(run_to_the_end, "ddp", 100, take_all, 3, world_size=3)
+
+
+@pytest.mark.parametrize("every", [0, 7])
+def test_nothing_is_compared_at_the_end_that_was_compared_or_is_not_to_be(every: int) -> None:
+    shoal.launch(run_to_the_end, "ddp", every, take_all, 7 if every == 7 else 5, world_size=2)
+
+
+def load_weights_on_rank_0(net: nn.Sequential) -> None:
+    """As a script does that keeps the best weights on one rank."""
+    if shoal.rank() == 0:
+        with inside():
+            net.load_state_dict({name: torch.full_like(value, 3) for name, value in net.state_dict().items()})
+            for parameter in net.parameters():
+                parameter.data.fill_(2.0)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_what_a_rank_does_to_its_model_after_the_loop_is_its_own(loop: Script, strategy: str) -> None:
+    shoal.launch(run_to_the_end, strategy, 100, loop, 0, load_weights_on_rank_0, world_size=2)
+
+
+@pytest.mark.parametrize("strategy", ["local_sgd", "hsdp", "zero2", "zero3"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_sound_ranks_end_well_however_their_loop_ends(loop: Script, strategy: str) -> None:
+    shoal.launch(run_to_the_end, strategy, 100, loop, world_size=2)
+
+
+def test_an_iterator_that_the_script_lets_go_of_late_tells_nothing_of_the_last_step() -> None:
+    """The script has changed the model since."""
+
+    def loop(net: nn.Sequential, loader: Any, step: Callable[[torch.Tensor], None]) -> None:
+        batches = iter(loader)
+        for _ in range(6):
+            step(next(batches)[0])
+        load_weights_on_rank_0(net)
+
+    shoal.launch(run_to_the_end, "ddp", 100, loop, world_size=2)
+
+
+def test_a_pass_before_the_loop_is_left_is_no_difference_between_ranks() -> None:
+    """Batch normalization changes its statistics in a step that is never taken."""
+
+    def loop(net: nn.Sequential, loader: Any, step: Callable[[torch.Tensor], None]) -> None:
+        for (batch,) in loader:
+            if loader.global_step == 6:
+                net(batch + shoal.rank())
+                break
+            step(batch)
+
+    shoal.launch(run_to_the_end, "ddp", 100, loop, world_size=2)

@@ -8,5 +8,6 @@ says how far the worker is with each partition; `tensors` is what they send; `ta
 pushed of them, and `step_tables` does so for strategies whose ranks take steps together, with the `row_sums` of these and the
 `bucket_versions` that they know; `row_reader` finds rows on the servers, and `row_store` reads and puts whole buckets, for checkpoints;
 `options` are the user's, and `optimizers` the one that steps here and the one that the servers run; `job` speaks to the coordinator, and
-`leases` has its batches; `own_cluster` starts a coordinator and a server where a script runs by itself.
+`leases` has its batches; `server_waits` says for how long the training thread has waited for a server;
+`own_cluster` starts a coordinator and a server where a script runs by itself.
 """

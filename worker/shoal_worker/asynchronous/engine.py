@@ -154,7 +154,7 @@ class AsyncEngine(Engine):
             transport=settings.server_transport,
             fell_back=lambda transport: self._own.metrics.transports_lost.labels(transport).inc(),
         )
-        self._own.progress.server_waits = job.server_wait
+        self._own.progress.server_waits = lambda: job.waits.now
         if membership is not None:
             self._job, self._leases = job, CoordinatorLeases(job, ahead=self._async_options.lease_ahead)
             if self._own.donor is not None:
@@ -294,6 +294,7 @@ class AsyncEngine(Engine):
             raise PreconditionError("synchronize_parameters within a step: call it after optimizer.step()")
         if self._outer is not None and self._outer.steps:
             self._outer.push_now()
+            self._own.progress.round_pushed()
         else:
             self.pull()
 
@@ -388,8 +389,8 @@ class AsyncEngine(Engine):
                 loader=loader, epoch=epoch, batches_in_epoch=batches_in_epoch, finished=finished, want=want, at_hand=at_hand
             )
         finally:
-            if self._outer is not None:
-                self._outer.has_leased(loader)
+            if self._outer is not None and self._outer.has_leased(loader):
+                self._own.progress.round_undone()
         if want and not answer.batches:
             if answer.epoch_done:
                 # Nobody pushes before the next epoch begins: what is evaluated between epochs is the same on all ranks.

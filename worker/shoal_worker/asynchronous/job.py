@@ -8,8 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import TypeVar
@@ -22,6 +21,7 @@ from shoal_common.errors import ConfigurationError, DeadlineError, MembershipCha
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2 as pb
 
+from shoal_worker.asynchronous.server_waits import ServerWaits
 from shoal_worker.elastic.generation import Peer
 from shoal_worker.elastic.link import CoordinatorLink
 from shoal_worker.elastic.loader_interface import Drained, StopTraining
@@ -59,8 +59,7 @@ class Job:
         self._fell_back = fell_back
         self._entered = 0
         self._takeovers = TakeoverWatch(self.shard_map)
-        self._server_waits: dict[object, tuple[float, str]] = {}
-        """Since when, and for which server, each thread that speaks to one has waited."""
+        self.waits = ServerWaits()
         self.job_id = link.identity.job_id
         self.member_id = link.identity.member_id
 
@@ -198,22 +197,6 @@ class Job:
         client = ParameterServerClient(channel, transport=self._transport, member_id=self.member_id, fell_back=self._fell_back)
         self._takeovers.add(client)
         return client
-
-    @contextmanager
-    def waits_for(self, server: str) -> Iterator[None]:
-        """While open, a thread of this worker waits for `server`, as `server_wait` says."""
-        wait = object()
-        self._server_waits[wait] = (time.monotonic(), server)
-        try:
-            yield
-        finally:
-            del self._server_waits[wait]
-
-    def server_wait(self) -> tuple[float, str]:
-        """Returns for how many seconds this worker has waited for a parameter server, and for which; (0, ""): for none."""
-        waits = list(self._server_waits.values())
-        since, server = min(waits, default=(0.0, ""))
-        return (time.monotonic() - since, server) if waits else (0.0, "")
 
     def insist(self, what: str, call: Callable[[], AnswerT]) -> AnswerT:
         """Repeats an idempotent call while its service cannot be reached.

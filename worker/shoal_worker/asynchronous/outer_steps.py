@@ -113,10 +113,11 @@ class OuterSteps:
             )
         self._session.void_step("its loop was left within a round of inner steps, whose batches are dealt again")
 
-    def has_leased(self, loader: str) -> None:
-        """A loop was left, or goes on with other batches: undoes what inner steps of a round have moved that went back with its loop."""
+    def has_leased(self, loader: str) -> bool:
+        """A loop was left, or goes on with other batches: undoes what inner steps of a round have moved that went back with its loop.
+        Returns whether there were some."""
         if not self._round.has_gone_back(loader, self._leases.round_of(loader)):
-            return
+            return False
         if not self._round.is_over:
             _log.warning(
                 "loader %r: its loop was left %d inner steps after the last push; they are undone, and their batches dealt again. "
@@ -125,6 +126,7 @@ class OuterSteps:
                 self.steps,
             )
         self._round.undo()
+        return True
 
     def close(self) -> None:
         """Nothing is pushed any more: says so where that loses steps."""

@@ -76,7 +76,7 @@ def open_job(session: Session, kind: type[JobT]) -> tuple[JobT, OwnCluster | Non
         transport=settings.server_transport,
         fell_back=lambda transport: session.metrics.transports_lost.labels(transport).inc(),
     )
-    session.progress.server_waits = job.server_wait
+    session.progress.server_waits = lambda: job.waits.now
     return job, own
 
 

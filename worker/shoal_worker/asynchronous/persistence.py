@@ -64,7 +64,7 @@ class Persistence:
         no repetition can cure.
         """
         server = self._connection
-        with self._job.waits_for(f"parameter server {server.share.index} at {server.address}"):
+        with self._job.waits.of(f"parameter server {server.share.index} at {server.address}"):
             return self._insist(method, attempt)
 
     def _insist(self, method: str, attempt: Callable[[], AnswerT]) -> AnswerT:

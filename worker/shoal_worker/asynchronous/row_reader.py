@@ -76,7 +76,7 @@ class RowReader:
     def insist(self, attempt: Callable[[], AnswerT]) -> AnswerT:
         """Repeats what asks servers while one is away, or while buckets move; before each repetition it is looked where they are. Raises as
         `read`."""
-        with self._job.waits_for("parameter servers of sparse tables"):
+        with self._job.waits.of("parameter servers of sparse tables"):
             return self._insist(attempt)
 
     def _insist(self, attempt: Callable[[], AnswerT]) -> AnswerT:
@@ -148,6 +148,11 @@ class RowReader:
         """`read`, in the background."""
         return in_background(lambda: self.read(partitions, dim, ids), name="shoal-prefetch")
 
+    def await_ahead(self, read: Future[LookedUp]) -> None:
+        """Returns when a read of `read_ahead` is over, whatever came of it. Called by the training thread."""
+        with self._job.waits.collects():
+            wait_for_all([read])
+
     def close(self) -> None:
         """Ends calls in progress. Idempotent."""
         self._closed.set()
@@ -173,7 +178,8 @@ class RowReader:
         else:
             futures = [self._servers.submit(self._read_server, client, share, shard_map.epoch, ids, values) for client, share in reads]
             try:
-                wait_for_all(futures)  # also where one has failed: the others write to `values`
+                with self._job.waits.collects():
+                    wait_for_all(futures)  # also where one has failed: the others write to `values`
             except BaseException:  # Ctrl-C: the interpreter would wait for the threads before it ends
                 self.close()
                 raise

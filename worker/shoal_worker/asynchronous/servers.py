@@ -112,7 +112,8 @@ class ParameterServers:
     def pull(self) -> None:
         """Pulls newer values into the module, outside of a step."""
         if self._prefetch is not None:
-            self._prefetch.drop()
+            with self._job.waits.collects():
+                self._prefetch.drop()
         self._each(ServerLink.pull)
         publish(self._trained)
 
@@ -167,8 +168,10 @@ class ParameterServers:
 
     def _each(self, call: Callable[[ServerLink], AnswerT]) -> list[AnswerT]:
         """What each server answers, by the links' order; all are asked again when partitions have moved."""
+        self._job.waits.trains()
         if self._prefetch is not None:
-            self._prefetch.wait()
+            with self._job.waits.collects():
+                self._prefetch.wait()
         while True:
             try:
                 return self._each_once(call)
@@ -180,7 +183,8 @@ class ParameterServers:
             return [call(self._links[0])]
         futures: list[Future[AnswerT]] = [self._pool.submit(call, link) for link in self._links]
         try:
-            wait_for_all(futures)
+            with self._job.waits.collects():
+                wait_for_all(futures)
         except BaseException:  # Ctrl-C: the interpreter would wait for the threads before it ends
             self._closing.set()
             self._abort()

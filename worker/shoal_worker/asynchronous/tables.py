@@ -28,7 +28,6 @@ from shoal_common.wire import LARGEST_PAYLOAD_BYTES, DtypeInfo, dtype_info
 from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 from torch import nn
 
-from shoal_worker.asynchronous.background import wait_for_all
 from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.row_reader import RowReader
 from shoal_worker.asynchronous.row_store import ServerRowStore
@@ -207,7 +206,7 @@ class ServerRows:
                 continue
             for _ in range(number + 1):
                 self._ahead.popleft()
-            wait_for_all([future])
+            self._reader.await_ahead(future)
             try:
                 found = future.result()
             except ShoalError:

@@ -11,12 +11,15 @@ on the thread of the user's training loop.
 
 from __future__ import annotations
 
+import dis
 import functools
+import inspect
 import logging
 import math
+import sys
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError, ShoalError
@@ -305,6 +308,8 @@ class Iterations:
             over = bool(began) and progress.cursor.global_step > began[0] and not self._delivery.failed
             if (session := self._introduction.met) is not None:
                 session.loop_left(source)
+                if _left_by_for():
+                    session.loop_ended()
             raise
         finally:
             self.under_way = stopped_within
@@ -387,7 +392,23 @@ class Iterations:
             return None
 
     def _end_epoch(self, source: StepSource) -> None:
+        session = self._introduction.session(source)
+        session.loop_ended()
         try:
-            self._introduction.session(source).end_epoch(source)
+            session.end_epoch(source)
         except StopTraining:
             self._stopped = True
+
+
+_DROPS: Final = frozenset({"POP_TOP", "POP_ITER"})
+"""Instructions by which a `for` statement lets go of its iterator where `break` or `return` ends it."""
+
+
+def _left_by_for() -> bool:
+    """Returns whether a `for` statement closes the calling generator at this moment, so that the
+    script has done nothing since the loop's body. An iterator of `next()` is closed when the script
+    lets go of it, perhaps long after."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_flags & inspect.CO_GENERATOR:
+        frame = frame.f_back
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]] in _DROPS

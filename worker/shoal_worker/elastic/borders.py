@@ -157,12 +157,14 @@ class Departure:
         while self._callbacks:
             self._callbacks.pop()()
 
-    def say_goodbye(self, reason: LeaveReason, detail: str = "", *, alone: bool = False) -> None:
+    def say_goodbye(self, reason: LeaveReason, detail: str = "", *, alone: bool = False) -> str:
         """Leaves the job, once everything is done that is to be done before. Where it has left already, does that. `alone`: its peers go
-        on."""
+        on. Returns as `Member.leave`."""
         self.finish()
-        if self._membership is not None:
-            self._membership.leave(reason, detail, alone=alone, steps=self._held.steps)
+        if self._membership is None:
+            return ""
+        held = self._held.last_state if not alone else None
+        return self._membership.leave(reason, detail, alone=alone, steps=self._held.steps, held=held)
 
 
 # -------------------------------------------------------------------------------------------------------------------------------- borders

@@ -20,6 +20,7 @@ from shoal_common.errors import ConfigurationError, CorruptDataError, Preconditi
 from shoal_worker.elastic.batches_compared import BatchComparison
 from shoal_worker.elastic.course import Course
 from shoal_worker.elastic.loader_interface import Placement, StepSource
+from shoal_worker.elastic.member import LastState
 from shoal_worker.elastic.operations import Operations
 from shoal_worker.elastic.phase import Phase, ScriptPhase
 from shoal_worker.elastic.reconcile import Interrupted, Standing, StateName
@@ -67,6 +68,8 @@ class HeldState:
         self.agreed = 0
         """Steps after which this rank last found that all hold the same; 0: it has not. Not a part
         of the state: where a comparison fails, some ranks know its result and others do not."""
+        self.last_state: LastState | None = None
+        """Taken as the script left its last loop, for the comparison at the end of the run."""
         self.control: list[float] = []
         """The control word of the last step that was closed and committed here."""
         self.registered = RegisteredState()
@@ -160,6 +163,7 @@ class HeldState:
         """`step` was applied: the state has its name now."""
         self.name = StateName(step.placement.generation, self.steps + 1)
         self.step, self.control = None, step.control or self.control
+        self.last_state = None
         self._own_loop_began = self._own_loop_began or step.source is None
         self.samples += step.source.step_samples if step.source is not None else 0
         self.outcomes += 1
@@ -297,6 +301,7 @@ class HeldState:
         self.batches.begin(captured.get("batches_compared", 0))
         self.compared, self.run = captured["steps"], captured.get("run", "")
         self.agreed = min(self.agreed, self.compared)
+        self.last_state = None
         self.samples = captured.get("samples", 0)  # checkpoints of earlier releases do not say
         self._waiting, self._ended = waiting, {}
         self._loops, self._loops_to_enter = dict(captured["loops"]), dict(captured["loops"])

@@ -14,7 +14,7 @@ from shoal_common.runs import Run
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_worker.elastic.generation import AskedPeers, Generation, Peer, Topology
-from shoal_worker.elastic.member import LeaveReason
+from shoal_worker.elastic.member import LastState, LeaveReason
 from shoal_worker.elastic.progress import Progress
 
 _REASONS = {
@@ -123,9 +123,13 @@ def _begins_run(message: pb.Generation) -> bool:
     return bool(message.cause == pb.Generation.CAUSE_START)
 
 
-def leave_message(reason: LeaveReason, detail: str, *, alone: bool, steps: int) -> pb.Leave:
+def leave_message(reason: LeaveReason, detail: str, *, alone: bool, steps: int, held: LastState | None = None) -> pb.Leave:
     """Writes a goodbye; of `detail` the first 1024 characters."""
-    return pb.Leave(reason=_REASONS[reason], detail=detail[:1024], alone=alone, steps=steps)
+    message = pb.Leave(reason=_REASONS[reason], detail=detail[:1024], alone=alone, steps=steps)
+    if held is not None:
+        replicas = pb.Replicas(generation=held.generation, step=held.step, agreed=held.agreed, digests=held.digests)
+        message.replicas.CopyFrom(replicas)
+    return message
 
 
 def progress_message(progress: Progress) -> pb.Progress:

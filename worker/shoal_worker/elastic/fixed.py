@@ -26,7 +26,7 @@ from shoal_worker.backends.registry import backend_class
 from shoal_worker.backends.worlds import Seat, own_world
 from shoal_worker.elastic.generation import Generation, Peer
 from shoal_worker.elastic.group import Group
-from shoal_worker.elastic.member import LeaveReason
+from shoal_worker.elastic.member import LastState, LeaveReason
 from shoal_worker.elastic.opening import Opening
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.strategy_interface import TrainingEngine
@@ -169,11 +169,34 @@ class FixedMembership:
         if group is not None:
             group.leave()
 
-    def leave(self, reason: LeaveReason, detail: str = "", *, alone: bool = False, steps: int = 0) -> None:
-        """See `Member`."""
+    def leave(
+        self,
+        reason: LeaveReason,
+        detail: str = "",
+        *,
+        alone: bool = False,
+        steps: int = 0,
+        held: LastState | None = None,
+    ) -> str:
+        """See `Member`. Ranks of MPI share no store, so they do not compare."""
         if reason == LeaveReason.FINISHED and self._group is not None:
             self._group.all_leave()
         self.leave_group("this rank has ended")
+        return "" if held is None or reason != LeaveReason.FINISHED else self._compare(held)
+
+    def _compare(self, held: LastState) -> str:
+        """Whoever leaves first says what it holds."""
+        mine, said = str(self._seat.rank), {}
+        for group, digest in held.digests.items():
+            key = f"shoal-session/held/{held.step}/{group}"
+            first = self._seat.store.compare_set(key, "", f"{digest} {mine}").decode()
+            said[group] = first.split()
+        apart = [group for group, (digest, _) in said.items() if digest != str(held.digests[group])]
+        if not apart:
+            return ""
+        others = f"ranks {said[apart[0]][1]} and {self._seat.rank} hold different values of {', '.join(apart)}"
+        since = f"after step {held.agreed} all agreed" if held.agreed else "the ranks had not compared before"
+        return f"after step {held.step}, the last one, {others}; {since}"
 
     def _generation(self, nonce: str, places: list[tuple[str, str]]) -> Generation:
         """`places`: of each rank, its host and the address of its donor."""

@@ -37,7 +37,7 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 from shoal_worker.elastic.coordinator_messages import leave_message, parse_generation, parse_ranks
 from shoal_worker.elastic.generation import Generation, MemberIdentity, Peer
 from shoal_worker.elastic.loader_interface import Drained, StopTraining
-from shoal_worker.elastic.member import LeaveReason
+from shoal_worker.elastic.member import LastState, LeaveReason
 from shoal_worker.elastic.outbox import Outbox, failure_message
 from shoal_worker.elastic.progress import Progress
 from shoal_worker.elastic.waiting import EVERY_S, WaitingLines
@@ -92,6 +92,8 @@ class CoordinatorLink:
         self._notice = ""
         self._apart_from = ""
         self._fatal: ShoalError | None = None
+        self._apart = ""
+        """How the state that this member has left with differs from its peers'."""
         self._away_since: float | None = None
         self._away_s = 0.0
         self._ended = True
@@ -328,17 +330,19 @@ class CoordinatorLink:
         *,
         alone: bool = False,
         steps: int = 0,
+        held: LastState | None = None,
         timeout: timedelta = timedelta(seconds=5),
-    ) -> None:
+    ) -> str:
         """Tells the coordinator goodbye and ends the session. Waits at most `timeout` until it has heard it; not while it is away: peers
-        may wait for this process's group to end."""
+        may wait for this process's group to end. Returns as `Member.leave`."""
         with self._changed:
             if self._outbox.leaving is not None:
-                return
-            self._outbox.leaving = leave_message(reason, detail, alone=alone, steps=steps)
+                return ""
+            self._outbox.leaving = leave_message(reason, detail, alone=alone, steps=steps, held=held)
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._ended or self._away_since is not None, timeout.total_seconds())
         self.client.close()
+        return self._apart
 
     # ---------------------------------------------------------------------------------------------------- the link's thread
 
@@ -380,6 +384,9 @@ class CoordinatorLink:
                     self._fail(error)
                     return
             except ShoalError as error:
+                if error.reason == "REPLICAS_DIVERGED":  # the answer to its goodbye
+                    self._apart = str(error)
+                    return
                 # A member that was put out must not end well, also if it hears of it as it says goodbye.
                 puts_out = self._welcome is not None and isinstance(error, PreconditionError)
                 if not self._over() or (puts_out and self._fatal is None):

@@ -137,6 +137,10 @@ class LoaderSession(Protocol):
         finished, it may still be, by `optimizer.step()`; or it was only looked at, and the next `begin_step` deals its samples again."""
         ...
 
+    def loop_ended(self) -> None:
+        """Called when a `for` loop over a loader has ended, before the script does anything else."""
+        ...
+
     def passed_over(self, source: StepSource) -> None:
         """Called at the end of an iteration of a training loader in which the run has taken all its steps before, or will take none: the
         script goes on to what follows it."""

@@ -7,7 +7,8 @@ A protocol, because there are two kinds of place: a member of a job has a coordi
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn, Protocol
 
@@ -28,6 +29,20 @@ class LeaveReason(enum.Enum):
     """Its script came to its end: the run is over for all."""
     FAILED = enum.auto()
     """Its script raised."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastState:
+    """What this rank held in common with others as its script left the loop over a loader."""
+
+    generation: int
+    """The one that it worked in: it says how the state was cut."""
+    step: int
+    """Committed steps."""
+    agreed: int
+    """Steps after which all were last known to hold the same; 0: none."""
+    digests: Mapping[str, int]
+    """By the names of groups of tensors."""
 
 
 class Notices(Protocol):
@@ -150,6 +165,15 @@ class Member(Protocol):
         """Lets go of the group."""
         ...
 
-    def leave(self, reason: LeaveReason, detail: str = "", *, alone: bool = False, steps: int = 0) -> None:
-        """Gives up the place."""
+    def leave(
+        self,
+        reason: LeaveReason,
+        detail: str = "",
+        *,
+        alone: bool = False,
+        steps: int = 0,
+        held: LastState | None = None,
+    ) -> str:
+        """Gives up the place. `held`: what is to be compared with the other ranks'. Returns how it
+        differs from theirs; empty if it does not, or if none has reported the same step yet."""
         ...

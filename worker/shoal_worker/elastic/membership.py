@@ -33,7 +33,7 @@ from shoal_worker.backends.waits import Waits
 from shoal_worker.elastic.generation import Generation, MemberIdentity
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.link import CoordinatorLink
-from shoal_worker.elastic.member import LeaveReason
+from shoal_worker.elastic.member import LastState, LeaveReason
 from shoal_worker.elastic.opening import Opening
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.stall_watch import (
@@ -374,19 +374,28 @@ class Membership:
             if elapsed > 1.0:
                 _log.warning("closing the group of generation %d took %.1f s", group.generation.number, elapsed)
 
-    def leave(self, reason: LeaveReason, detail: str = "", *, alone: bool = False, steps: int = 0) -> None:
+    def leave(
+        self,
+        reason: LeaveReason,
+        detail: str = "",
+        *,
+        alone: bool = False,
+        steps: int = 0,
+        held: LastState | None = None,
+    ) -> str:
         """Ends the session with the coordinator and lets go of the group. Idempotent.
-        `alone`: the others of the group go on. `steps`: committed here."""
+        `alone`: the others of the group go on. `steps`: committed here. `held`: see `Member`."""
         self._drained = self._drained or reason == LeaveReason.DRAINED
         if self._watch is not None:
             self._watch.close()
-        self.link.leave(reason, detail, alone=alone, steps=steps)
+        apart = self.link.leave(reason, detail, alone=alone, steps=steps, held=held)
         if reason == LeaveReason.FINISHED and not alone and self._group is not None:
             self._group.all_leave()
         self.leave_group("this member left")
         asked = self._drained or self.link.stopped is not None or self.link.refused is not None
-        if reason == LeaveReason.FINISHED and not asked:
+        if reason == LeaveReason.FINISHED and not asked and not apart:
             self._tell_launcher("finished")
+        return apart
 
     def _tell_launcher(self, what: str) -> None:
         """Without the coordinator, who may be away."""

@@ -106,7 +106,11 @@ class ProgressMeter:
         """Ordinal of the newest loss in the tally, how many finite ones that has, and their sum."""
         self._commits = 0
         self._known = (0, 0)
-        """Steps and samples that are not in the tally: the servers had their batches from another worker."""
+        """Steps and samples that are not in the tally: the servers had their batches from another worker, or they were undone."""
+        self._unpushed = (0, 0)
+        """Inner steps and their samples that the servers do not have yet."""
+        self._counts: Counts | None = None
+        """What the tally holds now."""
         self._pushing = 0
         self._begun_pushes: set[int] = set()
         """Keys of batches whose push began here and was not committed."""
@@ -177,16 +181,41 @@ class ProgressMeter:
         if self.tally_writer is not None:
             self.tally_writer.pushing(batch)
 
-    def tally(self, steps: int, samples: int, step_samples: int, *, generation: int, asynchronous: bool, known: bool = False) -> None:
+    def round_pushed(self) -> None:
+        """The inner steps since the last push were pushed between two steps."""
+        self._unpushed = (0, 0)
+        if self.tally_writer is not None and self._counts is not None:
+            self.tally_writer.recount(self._counts._replace(unpushed_steps=0, unpushed_samples=0))
+
+    def round_undone(self) -> None:
+        """The inner steps since the last push count for nothing."""
+        self._known = self._known[0] + self._unpushed[0], self._known[1] + self._unpushed[1]
+        self._unpushed = (0, 0)
+
+    def tally(
+        self,
+        steps: int,
+        samples: int,
+        step_samples: int,
+        *,
+        generation: int,
+        asynchronous: bool,
+        known: bool = False,
+        pushed: bool = True,
+    ) -> None:
         """Writes the step that was committed last where the launcher reads it. `samples` are those of the run, `step_samples` of them this
-        step's; `generation` is the one that the rank works in now. `known`: the servers had the step's batch already."""
-        self._begun_pushes.discard(self._pushing)
+        step's; `generation` is the one that the rank works in now. `known`: the servers had the step's batch already, or its round.
+        `pushed`: no inner step of a round that goes on."""
         writer = self.tally_writer
         if writer is None:
             return
+        round_steps, round_samples = self._unpushed[0] + 1, self._unpushed[1] + step_samples
+        self._unpushed = (0, 0) if pushed else (round_steps, round_samples)
+        if pushed:
+            self._begun_pushes.discard(self._pushing)
         if known and not self._pushes_again:  # else it may be this worker that had pushed it
-            self._known = self._known[0] + 1, self._known[1] + step_samples
-            writer.known(self._pushing, step_samples)
+            self._known = self._known[0] + round_steps, self._known[1] + round_samples
+            writer.known(self._pushing, round_steps, round_samples)
             return
         steps, samples = steps - self._known[0], samples - self._known[1]
         if self._before is None:
@@ -196,24 +225,23 @@ class ProgressMeter:
         if told != last and math.isfinite(loss):
             losses, loss_sum = losses + 1, loss_sum + loss
         self._losses = told, losses, loss_sum
-        writer.committed(
-            Counts(
-                commits=self._commits,
-                samples=samples,
-                samples_before=self._before[1],
-                steps_before=self._before[0],
-                steps_in_all=self.steps_in_all,
-                epoch=self.epoch,
-                lost_steps=self.lost_steps,
-                losses=losses,
-                loss_sum=loss_sum,
-                loss=loss,
-                asynchronous=asynchronous,
-                batch=self._pushing,
-            ),
-            generation=generation,
-            steps=steps,
+        self._counts = Counts(
+            commits=self._commits,
+            samples=samples,
+            samples_before=self._before[1],
+            steps_before=self._before[0],
+            steps_in_all=self.steps_in_all,
+            epoch=self.epoch,
+            lost_steps=self.lost_steps,
+            losses=losses,
+            loss_sum=loss_sum,
+            loss=loss,
+            asynchronous=asynchronous,
+            batch=self._pushing,
+            unpushed_steps=self._unpushed[0],
+            unpushed_samples=self._unpushed[1],
         )
+        writer.committed(self._counts, generation=generation, steps=steps)
 
     def snapshot(self) -> Progress:
         """Returns how far this worker is now. While no step ends, the rate falls and the time of a step grows."""

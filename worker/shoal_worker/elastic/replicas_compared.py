@@ -5,6 +5,10 @@ fails on one machine. They compare after every `consistency_check_every` steps. 
 groups of tensors come first. Where those differ, ranks exchange digests of each tensor in the
 group, then of parts of the first tensor that differs, which tell one cause from the other.
 
+After the last step there is no further exchange: a rank may go on alone for minutes, and may change
+its own copy. So each rank takes digests at the moment in which its script leaves the loop over a
+loader, and reports them with its goodbye, where they are compared (decision 305).
+
 Used by the training thread.
 """
 
@@ -20,10 +24,48 @@ from shoal_common.errors import MembershipChanged
 
 from shoal_worker.elastic.committed_state import HeldState
 from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.member import LastState
+from shoal_worker.elastic.phase import Phase
+from shoal_worker.elastic.strategy_interface import BUFFERS
 from shoal_worker.state.digest import digest_in_place, digest_of
 
 _PARTS: Final = 64
 """A tensor of which only one of so many parts differs has one or a few wrong elements."""
+
+
+def note_last_state(held: HeldState, group: Group | None) -> None:
+    """Takes digests of the state that follows the last committed step, unless ranks have compared
+    that one. The script must have done nothing since its loop's last iteration."""
+    if group is None or group.world_size == 1 or not held.has_engine or held.phase.now is not Phase.TRAINING:
+        return
+    engine, step = held.engine, held.step
+    if engine.consistency_check_every == 0 or engine.asynchronous or held.in_round:
+        return
+    if held.agreed == held.steps or held.last_state is not None:
+        return
+    if held.name is None or held.name.generation != group.generation.number:
+        return  # ranks of another generation hold other parts of the state
+    if step is not None and step.touched:
+        return  # its passes have changed the model
+    # In a step that was begun, passes by another way than `model(...)` may have changed buffers.
+    in_common = {name: tensors for name, tensors in engine.in_common().items() if step is None or name != BUFFERS}
+    digests = {name: digest_of(tensors.values()) for name, tensors in in_common.items()}
+    if digests:
+        held.last_state = LastState(
+            generation=group.generation.number,
+            step=held.steps,
+            agreed=held.agreed,
+            digests=digests,
+        )
+
+
+def apart_at_the_end(what: str) -> str:
+    """The error for a rank whose last state differs. `what`: how, as the coordinator or a peer found."""
+    return (
+        f"{what}. One of these models is not what the run should have come to: find out which one before you use "
+        f"either. {_MANY}. If no script does, memory or arithmetic has failed on a machine. {_OFTEN}"
+    )
+
 
 Exchange = Callable[[bytes], Sequence[bytes]]
 """Sends a message to all ranks and returns every rank's, by rank."""

@@ -41,6 +41,7 @@ from shoal_worker.elastic.operations import Body, GroupChannel, Operations
 from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.reconcile import StateName
+from shoal_worker.elastic.replicas_compared import apart_at_the_end
 from shoal_worker.elastic.row_store import RowStore
 from shoal_worker.elastic.schedulers_and_scalers import RegisteredState
 from shoal_worker.elastic.step import Step, StepPhase
@@ -489,7 +490,9 @@ class Session:
                 failed = self.missed
             preempted = self._formation is not None and self._formation.preempted and self._departure.stopped is not None
             good = LeaveReason.DRAINED if preempted else LeaveReason.FINISHED
-            self._departure.say_goodbye(LeaveReason.FAILED if failed is not None else good, failed or "")
+            apart = self._departure.say_goodbye(LeaveReason.FAILED if failed is not None else good, failed or "")
+            if apart:
+                failed = self.missed = apart_at_the_end(apart)
         elif failed is None:
             self._departure.finish()
         if failed is None and not self._held.phase.replaying and (unclaimed := self._held.unclaimed()):

@@ -115,6 +115,8 @@ class Step:
     """What this rank has issued of the step's collectives, and of those of a step before it that was left."""
     share: Share | None = None
     handed_out: bool = False
+    touched: bool = False
+    """The script has called the model in it."""
     left: bool = False
     """The loop that it belongs to was left before the step was finished."""
     first_live: bool = False

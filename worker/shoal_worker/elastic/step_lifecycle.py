@@ -40,7 +40,7 @@ from shoal_worker.elastic.loader_interface import (
 )
 from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.progress import ProgressMeter
-from shoal_worker.elastic.replicas_compared import compare_after_step
+from shoal_worker.elastic.replicas_compared import compare_after_step, note_last_state
 from shoal_worker.elastic.return_to_checkpoint import ReturnToCheckpoint
 from shoal_worker.elastic.step import Step, StepPhase, not_finished
 from shoal_worker.metrics import WorkerMetrics
@@ -232,6 +232,10 @@ class StepLifecycle:
                 self._held.phase.fall_behind()
             step.left = True
             self.drop_partly_updated()
+
+    def loop_ended(self) -> None:
+        """See `LoaderSession`."""
+        note_last_state(self._held, self._borders.group)
 
     def drop_partly_updated(self) -> None:
         """Nobody will finish the step in progress: what several models have been updated by in it is put back."""
@@ -434,6 +438,8 @@ class StepLifecycle:
     def note_inputs(self, inputs: Any) -> None:
         """The model is called with `inputs` in the step in progress, or to begin one. What a loader of Shoal's gave is dealt already."""
         held, step = self._held, self.current
+        if step is not None:
+            step.touched = True
         if held.batches.due and (step is None or step.source is None) and not self._rehearsing and self._compares_batches:
             held.batches.note(inputs)
 
@@ -494,6 +500,7 @@ class StepLifecycle:
             generation=self._borders.generation,
             asynchronous=own,
             known=step.known,
+            pushed=step.pushed != (),
         )
         self._borders.committed(step)
 

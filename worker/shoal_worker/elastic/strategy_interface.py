@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import torch
 from shoal_common.errors import ShoalError
@@ -36,6 +36,9 @@ from shoal_worker.elastic.row_store import RowStore
 from shoal_worker.elastic.schedulers_and_scalers import RegisteredState
 from shoal_worker.elastic.step import Step
 from shoal_worker.state.tree import StatePart
+
+BUFFERS: Final = "the buffers"
+"""The group of a model's buffers in `TrainingEngine.in_common`."""
 
 
 class TrainingEngine(Protocol):

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from shoal_common.allocator import keep_freed_memory
 from shoal_common.clients.coordinator import CoordinatorClient
-from shoal_common.errors import ConfigurationError, MembershipChanged, ShoalError, StaleGenerationError, UnavailableError
+from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError, ShoalError, StaleGenerationError, UnavailableError
 from shoal_common.exit_status import PUT_OUT
 from shoal_common.own_address import ELSEWHERE, OwnAddress, is_loopback, is_unspecified, route_towards
 from shoal_common.process_secrets import take_secrets
@@ -364,8 +364,10 @@ class _Exit:
         if not native_threads.wait(timedelta(seconds=5)):
             _log.warning("a process group is still being destroyed; leaving without it")
         self._end_if_put_out()
-        if self._session.missed is not None and self._script.failure() is None:
-            end_now(1, f"this worker fails: {self._session.missed}")
+        missed = self._session.missed
+        if missed is not None and self._script.failure() is None:
+            leave_account(PreconditionError(missed), None)  # the launcher says why the run has failed
+            end_now(1, f"this worker fails: {missed}")
 
     def _note_uncaught(self, kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
         """That the coordinator has put this member out is no error of the script, so there is no traceback: `_leave` says it."""

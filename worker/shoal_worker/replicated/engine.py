@@ -23,6 +23,7 @@ from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.loader_interface import StepStatus
 from shoal_worker.elastic.row_store import RowStore
 from shoal_worker.elastic.step import StepPhase
+from shoal_worker.elastic.strategy_interface import BUFFERS
 from shoal_worker.elastic.told_loss import read_later
 from shoal_worker.engine.base import Engine, Setup
 from shoal_worker.engine.buffers import CommittedBuffers
@@ -237,7 +238,8 @@ class ReplicatedEngine(Engine):
         optimizer = self.optimizer
         moments = state_tensors(optimizer.state, dict(self.module.named_parameters())) if optimizer is not None else {}
         model = {repr(name): tensor for name, tensor in ModuleState(self.module).tensors.items()}
-        return {"the model": model, "the optimizer's state": moments}
+        buffers = {name: model.pop(name) for name, tensor in [*model.items()] if not isinstance(tensor, nn.Parameter)}
+        return {"the model": model, BUFFERS: buffers, "the optimizer's state": moments}
 
     def has_values(self) -> bool:
         """See `TrainingEngine`."""

@@ -25,6 +25,7 @@ from shoal_worker.elastic.channel import Channel, LocalChannel
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.loader_interface import StepStatus
 from shoal_worker.elastic.step import StepPhase
+from shoal_worker.elastic.strategy_interface import BUFFERS
 from shoal_worker.elastic.told_loss import read_later
 from shoal_worker.engine.base import Setup
 from shoal_worker.engine.failed_collectives import LosingStep, come_after
@@ -319,7 +320,7 @@ class LocalSGDEngine(ReplicatedEngine):
 
     def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """See `TrainingEngine`: the average. The optimizer's state is each rank's own."""
-        return {name: tensors for name, tensors in super().in_common().items() if name == "the model"}
+        return {name: tensors for name, tensors in super().in_common().items() if name in ("the model", BUFFERS)}
 
     def regroup(self, group: Group) -> None:
         """See `TrainingEngine`. A rank without optimizer state gets the mean of the others'."""

@@ -85,7 +85,7 @@ class Command:
         deadline = time.monotonic() + _DEADLINE_S
         while family := self.family():
             assert time.monotonic() < deadline, f"still running: {[process.cmdline() for process in family]}"
-            time.sleep(0.01)
+            time.sleep(0.03)  # it looks at all processes
 
     def close(self) -> None:
         """Ends it, as Ctrl-C twice does, so that it can clean up; by force if that does not help."""
@@ -168,12 +168,14 @@ class Shell:
 
 
 def _zygote_for(request: pytest.FixtureRequest) -> Zygote | None:
-    return None if request.node.get_closest_marker("fresh") else request.getfixturevalue("zygote")
+    """None for tests whose commands start fresh: those marked so, and the slow ones, of third-party trainers for the most part."""
+    fresh = any(request.node.get_closest_marker(name) for name in ("fresh", "slow"))
+    return None if fresh else request.getfixturevalue("zygote")
 
 
 @pytest.fixture
 def shell(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Shell]:
-    """The command `shoal`; what it started is gone when the test ends. Tests marked `fresh` start it in fresh interpreters."""
+    """The command `shoal`; what it started is gone when the test ends. Tests marked `fresh` or `slow` start fresh interpreters."""
     shell = Shell(tmp_path, _zygote_for(request))
     yield shell
     shell.close()

@@ -106,6 +106,7 @@ class _Helper:
         self._pid = os.fork()
         if self._pid == 0:
             self.connection.close()
+            show_as(["helper-of-shoal"], os.environ)
             ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
             program(theirs)
             os._exit(0)

@@ -262,7 +262,9 @@ def seen_by(strategy: str, kind: torch.dtype, how: str, micro_batch_size: int | 
     return found
 
 
-@by_pairs(strategy=EXACT, how=["classes", "samples", "steps"], micro_batch_size=[None, 2])
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
+@pytest.mark.parametrize("how", ["classes", "samples", "steps"])
+@pytest.mark.parametrize("strategy", EXACT)
 def test_integer_counts_are_those_of_one_process(strategy: str, how: str, micro_batch_size: int | None) -> None:
     net = Seen(torch.int64, how)
     for x in X.split(8):
@@ -271,14 +273,15 @@ def test_integer_counts_are_those_of_one_process(strategy: str, how: str, micro_
     assert results == [net.seen.tolist()] * 2
 
 
-OWN = [(torch.bool, "mark"), (torch.int32, "classes"), (torch.uint8, "classes"), (torch.int16, "mark"), (torch.float32, "least")]
-
-
-@by_pairs(strategy=EXACT, buffer=OWN, micro_batch_size=[None, 2])
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [(torch.bool, "mark"), (torch.int32, "classes"), (torch.uint8, "classes"), (torch.int16, "mark"), (torch.float32, "least")],
+)
+@pytest.mark.parametrize("strategy", EXACT)
 def test_buffers_without_a_mean_and_a_sum_that_ranks_make_of_their_own_samples_are_refused(
-    strategy: str, buffer: tuple[torch.dtype, str], micro_batch_size: int | None
+    strategy: str, kind: torch.dtype, how: str, micro_batch_size: int | None
 ) -> None:
-    kind, how = buffer
     if strategy == "tensor" and micro_batch_size is None:
         pytest.skip("both ranks have the same samples")
     with pytest.raises(ConfigurationError, match="'seen'") as refused:

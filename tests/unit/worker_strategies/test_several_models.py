@@ -14,8 +14,6 @@ from shoal_worker.elastic.worker_process import set_session
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from tests.pairs import by_pairs
-
 SAMPLES, BATCH = 48, 12
 STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor", "hybrid"]
 
@@ -81,9 +79,10 @@ def distributed(strategy: str, generator_first: bool, every: int) -> tuple[list[
     return [value for model in models for value in model.full_state_dict().values()], said
 
 
-@by_pairs(strategy=STRATEGIES, order=[(False, 1), (True, 1), (False, 3)], world_size=[1, 3])
-def test_they_end_as_in_plain_pytorch(strategy: str, order: tuple[bool, int], world_size: int) -> None:
-    generator_first, every = order
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(("generator_first", "every"), [(False, 1), (True, 1), (False, 3)])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_they_end_as_in_plain_pytorch(strategy: str, generator_first: bool, every: int, world_size: int) -> None:
     expected = plain(generator_first=generator_first, every=every)
     for values, said in shoal.launch(distributed, strategy, generator_first, every, world_size=world_size):
         for value, other in zip(values, expected, strict=True):

@@ -17,7 +17,6 @@ from shoal_worker.sharding.layout import UnitLayout
 from torch import nn
 
 from tests.muon_and_adamw import MuonAndAdamW
-from tests.pairs import by_pairs
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 KINDS: dict[str, Make] = {
@@ -72,9 +71,9 @@ def test_where_tensors_are_whole_they_take_the_steps_of_one_process(strategy: st
         torch.testing.assert_close(dict(state), dict(alone(KINDS[kind], clip=100.0)[0]), rtol=1e-5, atol=1e-6)
 
 
-@by_pairs(kind=KINDS, strategy=DEALT, group_size=[2, 3])
-def test_where_tensors_are_dealt_to_the_ranks_they_do_so_too(kind: str, strategy: str, group_size: int) -> None:
-    world_size = 4 if strategy == "hsdp" else group_size
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("strategy", "world_size"), [*itertools.product(DEALT[:4], [2, 3]), ("hsdp", 4)])
+def test_where_tensors_are_dealt_to_the_ranks_they_do_so_too(kind: str, strategy: str, world_size: int) -> None:
     options = {"whole_tensors": True} if kind == "own" else {}
     options |= {"shard_size": 2} if strategy == "hsdp" else {}
     model, optimizer = alone(KINDS[kind])

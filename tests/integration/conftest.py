@@ -19,25 +19,28 @@ from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2 as pb
 
+from tests.zygote.children import ForkedProcess, Zygote
+
 _DEADLINE_S = 200.0
 
 
 class Command:
     """One running command. Output goes to files, so that it can be looked at while it grows."""
 
-    def __init__(self, arguments: list[str], *, directory: Path, environment: dict[str, str]) -> None:
+    def __init__(self, arguments: list[str], *, directory: Path, environment: dict[str, str], zygote: Zygote | None) -> None:
+        """`zygote` forks it; None: it starts fresh."""
         self._mark = uuid.uuid4().hex
         self._known: set[psutil.Process] = set()
         self._out, self._err = (directory / f"{self._mark}.{name}" for name in ("out", "err"))
+        environment = {**environment, "SHOAL_TEST_COMMAND": self._mark}
+        self.process: subprocess.Popen[bytes] | ForkedProcess
         with self._out.open("wb") as out, self._err.open("wb") as err:
-            self.process = subprocess.Popen(
-                arguments,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                cwd=directory,
-                env={**environment, "SHOAL_TEST_COMMAND": self._mark},
-            )
+            if zygote is None:
+                self.process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=directory, env=environment)
+            else:
+                self.process = zygote.start_command(
+                    "shoal", arguments, environment=environment, directory=directory, output=self._out, error=self._err
+                )
 
     @property
     def stdout(self) -> str:
@@ -82,7 +85,7 @@ class Command:
         deadline = time.monotonic() + _DEADLINE_S
         while family := self.family():
             assert time.monotonic() < deadline, f"still running: {[process.cmdline() for process in family]}"
-            time.sleep(0.01)
+            time.sleep(0.03)  # it looks at all processes
 
     def close(self) -> None:
         """Ends it, as Ctrl-C twice does, so that it can clean up; by force if that does not help."""
@@ -104,8 +107,10 @@ def _runs(process: psutil.Process) -> bool:
 class Shell:
     """Starts commands that share a registry of clusters and a directory."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, zygote: Zygote | None = None) -> None:
+        """`zygote` forks the commands `shoal`, and they what they start in Python (tests/zygote/commands.py); None: they start fresh."""
         self.directory = directory
+        self._zygote = zygote
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("SHOAL_", "PET_"))},
             "XDG_RUNTIME_DIR": str(directory / "runtime"),
@@ -116,10 +121,16 @@ class Shell:
 
     def start(self, *arguments: str | Path, **variables: str) -> Command:
         """Starts `shoal ARGUMENTS`."""
-        return self.start_program(sys.executable, "-m", "shoal", *arguments, **variables)
+        return self._start(self._zygote, sys.executable, "-m", "shoal", *arguments, **variables)
 
     def start_program(self, *arguments: str | Path, **variables: str) -> Command:
-        command = Command([str(a) for a in arguments], directory=self.directory, environment={**self.environment, **variables})
+        """Starts a program, fresh."""
+        return self._start(None, *arguments, **variables)
+
+    def _start(self, zygote: Zygote | None, *arguments: str | Path, **variables: str) -> Command:
+        command = Command(
+            [str(a) for a in arguments], directory=self.directory, environment={**self.environment, **variables}, zygote=zygote
+        )
         self._commands.append(command)
         return command
 
@@ -156,18 +167,24 @@ class Shell:
         return [member.pid for member in self.job().members if member.rank >= 0]
 
 
+def _zygote_for(request: pytest.FixtureRequest) -> Zygote | None:
+    """None for tests whose commands start fresh: those marked so, and the slow ones, of third-party trainers for the most part."""
+    fresh = any(request.node.get_closest_marker(name) for name in ("fresh", "slow"))
+    return None if fresh else request.getfixturevalue("zygote")
+
+
 @pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    """The command `shoal`; what it started is gone when the test ends."""
-    shell = Shell(tmp_path)
+def shell(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Shell]:
+    """The command `shoal`; what it started is gone when the test ends. Tests marked `fresh` or `slow` start fresh interpreters."""
+    shell = Shell(tmp_path, _zygote_for(request))
     yield shell
     shell.close()
 
 
 @pytest.fixture(scope="module")
-def shared_shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
+def shared_shell(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Shell]:
     """One for all tests of a module, which must leave its cluster as it is."""
-    shell = Shell(tmp_path_factory.mktemp("shell"))
+    shell = Shell(tmp_path_factory.mktemp("shell"), _zygote_for(request))
     yield shell
     shell.close()
 

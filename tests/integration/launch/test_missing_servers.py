@@ -28,7 +28,7 @@ MISSING = "training cannot begin: 2 of 2 parameter servers have not registered; 
 def test_the_launcher_and_the_status_say_which_servers_are_missing_and_sigterm_ends_the_job_at_once(
     shell: Shell, coordinator: Coordinator
 ) -> None:
-    endpoint = coordinator.service.address
+    endpoint = coordinator.address
     flags = ("run", "--nnodes", "1", "--rdzv-endpoint", endpoint, "--rdzv-id", "lonely", "--servers", "2")
     command = shell.start(*flags, shell.script(textwrap.dedent(TRAINING)))
     command.wait_for(lambda: f"shoal: job lonely: {MISSING}" in command.stderr, "the launcher's word")
@@ -36,7 +36,7 @@ def test_the_launcher_and_the_status_say_which_servers_are_missing_and_sigterm_e
     status, out, err = shell.run("status", "--coordinator", endpoint, "--job", "lonely")
     assert status == 0, err
     assert MISSING in " ".join(out.split())
-    with urlopen(f"http://{coordinator.service.addresses.http}/api/job?job=lonely", timeout=60) as page:
+    with urlopen(f"http://{coordinator.http_address}/api/job?job=lonely", timeout=60) as page:
         assert json.load(page)["waits_for"].startswith(MISSING)
     told_at = time.monotonic()
     command.process.send_signal(signal.SIGTERM)

@@ -26,7 +26,10 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 from tests.zygote.children import eventually
 
 Shell = Any  # of tests/integration/conftest.py
+
 Command = Any
+
+pytestmark = pytest.mark.fresh  # a process that is forked early keeps what the launcher wipes from its environment
 
 SCRIPT = """
 import subprocess, sys, time

@@ -24,7 +24,7 @@ from shoal.launcher.warm import WarmWorkers
 
 Shell = Any  # of tests/integration/conftest.py
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.fresh]
 DEADLINE = timedelta(seconds=120)
 SEES = Path(__file__).with_name("what_a_worker_sees.py")
 

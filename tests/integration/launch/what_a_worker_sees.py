@@ -25,9 +25,10 @@ import uuid
 import warnings
 from pathlib import Path
 
-import numpy as np
-import shoal_worker.api  # noqa: F401 - it sets variables
-import torch
+if __name__ == "__main__":  # processes of multiprocessing's import this file too, and need none of these
+    import numpy as np
+    import shoal_worker.api  # noqa: F401 - it sets variables
+    import torch
 
 
 class Pickled:

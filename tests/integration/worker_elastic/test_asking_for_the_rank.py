@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import uuid
 from pathlib import Path
 
@@ -31,18 +28,19 @@ def test_a_joiner_that_replays_its_script_is_not_taken_for_rank_0(zygote: Zygote
     assert {survivor["in_the_end"][1], joiner["in_the_end"][1]} == {0, 1}
 
 
-def first_of(directory: Path, job: str, run: str, end: str = "") -> str:
+def first_of(zygote: Zygote, directory: Path, job: str, run: str, end: str = "") -> str:
     """What `main_first` gives to a process of this run. `end`: what it does within the block."""
     program = f"import os, shoal\nwith shoal.main_first() as first:\n    print(first, flush=True)\n    {end or 'pass'}"
     script = directory / "script.py"
     script.write_text(program)
-    environment = {**os.environ, "SHOAL_JOB_ID": job, "SHOAL_RUN": run}
-    return subprocess.run(
-        [sys.executable, script], env=environment, cwd=directory, capture_output=True, text=True, timeout=100, check=False
-    ).stdout.strip()
+    output = directory / uuid.uuid4().hex
+    zygote.start("script", [str(script)], output=output, SHOAL_JOB_ID=job, SHOAL_RUN=run).wait()
+    return output.read_text().strip()
 
 
-def test_main_first_is_true_for_one_process_of_each_run_also_for_one_that_comes_after_the_others_have_died(tmp_path: Path) -> None:
+def test_main_first_is_true_for_one_process_of_each_run_also_for_one_that_comes_after_the_others_have_died(
+    zygote: Zygote, tmp_path: Path
+) -> None:
     job = f"job-{uuid.uuid4().hex}"
-    assert first_of(tmp_path, job, "1:5", end="os._exit(1)") == "True"  # it has not done the work
-    assert [first_of(tmp_path, job, run) for run in ("1:5", "1:5", "2:9")] == ["True", "False", "True"]
+    assert first_of(zygote, tmp_path, job, "1:5", end="os._exit(1)") == "True"  # it has not done the work
+    assert [first_of(zygote, tmp_path, job, run) for run in ("1:5", "1:5", "2:9")] == ["True", "False", "True"]

@@ -4,8 +4,6 @@ seconds."""
 from __future__ import annotations
 
 import multiprocessing.process
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -17,6 +15,8 @@ from shoal_common.exit_status import PUT_OUT
 from shoal_worker.child_processes import keep_socket_paths_short
 from shoal_worker.data.fetch import Fetcher, Request
 from torch.utils.data import Dataset
+
+from tests.zygote.children import Zygote
 
 REQUEST = Request(epoch=0, indices=(1, 2), key=(0, 0, 0, 0))
 
@@ -86,8 +86,10 @@ time.sleep(60)
 """
 
 
-def test_the_death_of_a_helper_thread_ends_the_process_with_a_message() -> None:
-    ended = subprocess.run([sys.executable, "-c", FAILING], capture_output=True, text=True, timeout=50, check=False)
-    assert ended.returncode == PUT_OUT
-    assert ended.stdout == "somebody-elses reported\n"
-    assert "its thread shoal-link ended with ZeroDivisionError: division by zero" in ended.stderr
+def test_the_death_of_a_helper_thread_ends_the_process_with_a_message(zygote: Zygote, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FAILING)
+    process = zygote.start("script", [str(script)], output=tmp_path / "log")
+    assert process.wait() == PUT_OUT
+    assert [line for line in process.said().splitlines() if line.endswith("reported")] == ["somebody-elses reported"]
+    assert "its thread shoal-link ended with ZeroDivisionError: division by zero" in process.said()

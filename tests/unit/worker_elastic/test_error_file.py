@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +17,8 @@ from shoal_common.errors import (
 from shoal_common.exit_status import PUT_OUT
 from shoal_worker.elastic.worker_process import is_consequence
 
+from tests.zygote.children import Zygote
+
 SCRIPT = """
 from shoal_common.errors import MembershipChanged
 from shoal_worker.elastic.worker_process import account_for
@@ -29,17 +28,17 @@ raise {exception}
 """
 
 
-def ended(exception: str, tmp_path: Path) -> tuple[int, str, Path]:
-    """Runs a script that raises it: its exit status, its standard error and where its account would be."""
+def ended(zygote: Zygote, exception: str, tmp_path: Path) -> tuple[int, str, Path]:
+    """Runs a script that raises it: its exit status, what it said and where its account would be."""
     account = tmp_path / "account.json"
-    environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(account)}
-    script = SCRIPT.format(exception=exception)
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=False)
-    return done.returncode, done.stderr, account
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(exception=exception))
+    process = zygote.start("script", [str(script)], output=tmp_path / "log", TORCHELASTIC_ERROR_FILE=str(account))
+    return process.wait(), process.said(), account
 
 
-def test_a_bug_leaves_an_account_in_the_form_of_torchs_record(tmp_path: Path) -> None:
-    status, said, account = ended("ValueError('a bug')", tmp_path)
+def test_a_bug_leaves_an_account_in_the_form_of_torchs_record(zygote: Zygote, tmp_path: Path) -> None:
+    status, said, account = ended(zygote, "ValueError('a bug')", tmp_path)
     assert (status, "ValueError: a bug" in said) == (1, True)
     content = json.loads(account.read_text())
     assert content["message"]["message"] == "ValueError: a bug"
@@ -47,16 +46,16 @@ def test_a_bug_leaves_an_account_in_the_form_of_torchs_record(tmp_path: Path) ->
     assert content["shoal"]["rank"] == -1
 
 
-def test_a_failure_that_is_raised_later_than_it_happened_is_accounted_for_at_its_own_time(tmp_path: Path) -> None:
+def test_a_failure_that_is_raised_later_than_it_happened_is_accounted_for_at_its_own_time(zygote: Zygote, tmp_path: Path) -> None:
     """As of a checkpoint that is written in the background. Who was told of it may raise before this process does."""
     failing = "__import__('shoal_common.errors').errors.UnavailableError('the disk is full', reason='CHECKPOINT_NOT_WRITTEN')"
     setting = f"(error := {failing}, setattr(error, 'failed_at', 12.5))[0]"
-    _, said, account = ended(setting, tmp_path)
+    _, said, account = ended(zygote, setting, tmp_path)
     assert json.loads(account.read_text())["shoal"]["unix_s"] == 12.5, said
 
 
-def test_a_peers_death_that_raises_under_the_users_code_ends_the_process_with_a_status_of_its_own(tmp_path: Path) -> None:
-    status, said, account = ended("RuntimeError('the step failed') from MembershipChanged('a peer has gone')", tmp_path)
+def test_a_peers_death_that_raises_under_the_users_code_ends_the_process_with_a_status_of_its_own(zygote: Zygote, tmp_path: Path) -> None:
+    status, said, account = ended(zygote, "RuntimeError('the step failed') from MembershipChanged('a peer has gone')", tmp_path)
     assert (status, "MembershipChanged: a peer has gone" in said) == (PUT_OUT, True)
     assert not account.exists()
 

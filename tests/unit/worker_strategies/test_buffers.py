@@ -11,6 +11,8 @@ from shoal import ConfigurationError
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from tests.pairs import by_pairs
+
 X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
 EXACT = ["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor", "hybrid"]
 FAR = 123_456_789_013
@@ -100,14 +102,14 @@ def assigned(net: Counting, x: torch.Tensor) -> None:
     net.counted = net.counted + 10
 
 
-@pytest.mark.parametrize("closed_before", [False, True], ids=["open", "closed"])
-@pytest.mark.parametrize("micro_batch_size", [None, 2])
-@pytest.mark.parametrize(
-    ("strategy", "change"), [*((strategy, alike) for strategy in EXACT), ("ddp", by_data), ("ddp", assigned), ("zero2", by_data)]
-)
+CHANGES = [*((strategy, alike) for strategy in EXACT), ("ddp", by_data), ("ddp", assigned), ("zero2", by_data)]
+
+
+@by_pairs(how=CHANGES, micro_batch_size=[None, 2], closed_before=[False, True])
 def test_what_all_ranks_change_behind_the_backward_pass_stays(
-    strategy: str, change: Change, micro_batch_size: int | None, closed_before: bool
+    how: tuple[str, Change], micro_batch_size: int | None, closed_before: bool
 ) -> None:
+    strategy, change = how
     for counted, codes, _ in on_ranks(strategy, change, micro_batch_size=micro_batch_size, closed_before=closed_before):
         assert counted == 33
         assert codes.tolist() == [3.0] * 4

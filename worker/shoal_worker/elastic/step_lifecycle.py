@@ -40,7 +40,7 @@ from shoal_worker.elastic.loader_interface import (
 )
 from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.progress import ProgressMeter
-from shoal_worker.elastic.replicas_compared import compare_after_step, note_last_state
+from shoal_worker.elastic.replicas_compared import compare_after_step, compare_before_update, note_last_state
 from shoal_worker.elastic.return_to_checkpoint import ReturnToCheckpoint
 from shoal_worker.elastic.step import Step, StepPhase, not_finished
 from shoal_worker.metrics import WorkerMetrics
@@ -372,6 +372,7 @@ class StepLifecycle:
             raise settings_apart(self._held.registered.settings)
         if not step.writes_agree:
             raise self._held.engine.writes_apart()
+        self.compare_before_update(step, self._held.engine.whole_everywhere)
         if step.refused is not None:
             raise step.refused
         self._apply(apply)
@@ -453,6 +454,17 @@ class StepLifecycle:
         group = self._borders.group
         if step.source is None and self._held.batches.due and self._compares_batches and group is not None:
             self._held.batches.compare(group, step.placement)
+
+    def compare_before_update(self, step: Step, whole: Callable[[], Mapping[str, Mapping[str, torch.Tensor]]]) -> None:
+        """Before an update: if ranks differ in what was written between steps. They may hold the
+        same all the same. `whole`: what they hold. Raises PreconditionError (REPLICAS_DIVERGED), on
+        all ranks."""
+        group = self._borders.group
+        if step.between_agrees or group is None or group.world_size == 1:
+            return
+        self.diverged = compare_before_update(self._held, whole(), self._held.engine.working(group))
+        if self.diverged is not None:
+            raise self._divergence(self.diverged)
 
     def _compare_replicas(self) -> None:
         """After some steps. Raises PreconditionError (REPLICAS_DIVERGED), on all ranks."""

@@ -464,6 +464,10 @@ class Engine(abc.ABC):
         """Nothing that others hold."""
         return {}
 
+    def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """Nothing that a script could write between steps."""
+        return {}
+
     def check_optimizer_state(self) -> None:
         """See `TrainingEngine`."""
         state = self.optimizer.state if self.optimizer is not None else {}

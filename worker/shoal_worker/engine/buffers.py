@@ -49,6 +49,8 @@ class CommittedBuffers:
         counters: list[tuple[nn.Module, str]] = []
         others: list[tuple[nn.Module, str]] = []
         statistics: list[tuple[str, nn.Module, str]] = []
+        self._counted: list[tuple[str, nn.Module, str]] = []
+        """Counters of the state."""
         self._exact: list[tuple[str, nn.Module, str]] = []
         """Buffers of the state that have neither a mean nor a sum."""
         self._unset: list[tuple[str, nn.Module, str]] = []
@@ -65,9 +67,18 @@ class CommittedBuffers:
                 statistic = buffer.is_floating_point() and saved
                 if statistic:
                     statistics.append(place)
-                elif saved and buffer.dtype != torch.int64:
-                    self._exact.append(place)
+                elif saved:
+                    (self._counted if buffer.dtype == torch.int64 else self._exact).append(place)
                 (floats if statistic else counters if buffer.dtype == torch.int64 else others).append((owner, name))
+        self._saved = [*statistics, *self._counted, *self._exact]
+        """All that the state has of them."""
+        self._noted: list[tuple[torch.Tensor | None, int]] = []
+        """Those, and torch's count of changes to each, as the last step was committed; empty: none was."""
+        self._between: dict[str, int] = {}
+        """Digests of those that were written since, as the step began, by name."""
+        self.between = 0
+        """Digest of what was written since the last step was committed; 0: nothing. A lost step does
+        not change it."""
         self._infinite = [each for each in statistics if _has_infinite(each[1]._buffers[each[2]])]
         """Floating-point ones that have infinite elements as committed: they began so, and may be finite once and for all."""
         self._marks: list[tuple[torch.Tensor | None, int]] = []
@@ -100,6 +111,33 @@ class CommittedBuffers:
         """What their changes are to be added up in."""
         wide = any(buffer.dtype in (torch.float64, torch.int64) for buffer in self._committed[: self._counters.stop])
         return torch.float64 if wide else torch.float32
+
+    def step_begins(self) -> None:
+        """What they are now is what the step begins from, also what a script has set since the last one."""
+        if self._noted:
+            pairs = zip(self._saved, self._noted, _sight(self._saved), strict=True)
+            touched = [place for place, then, now in pairs if then[0] is not now[0] or then[1] != now[1]]
+            for path, owner, name in touched:
+                buffer = owner._buffers.get(name)
+                if buffer is not None and self._is_other(owner, name):
+                    self._between[path] = digest_of([buffer])
+            written = repr(sorted(self._between.items())).encode()
+            self.between = (xxhash.xxh3_64_intdigest(written) or 1) if self._between else 0
+        self.commit()
+
+    def step_committed(self) -> None:
+        """The step counts."""
+        self._noted, self._between, self.between = _sight(self._saved), {}, 0
+        self.commit()
+
+    def replaced(self) -> None:
+        """They have taken another state's values."""
+        self._noted, self._between, self.between = [], {}, 0
+        self.commit()
+
+    def begun_from(self) -> dict[str, torch.Tensor]:
+        """Values that the step began from, of those that the state has, by name."""
+        return {repr(path): self._committed[self._places.index((owner, name))] for path, owner, name in self._saved}
 
     def commit(self) -> None:
         """What they are now is the committed state."""

@@ -82,7 +82,7 @@ class ReplicatedEngine(Engine):
         self._find_members()
 
     def _find_members(self) -> None:
-        self._writes = WrittenParameters(self.module.named_parameters(), self.strategy)
+        self._writes = WrittenParameters(self.module.named_parameters(), self.strategy, whole=True)
         self._attributes = ModuleAttributes(self.module)
 
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -222,9 +222,9 @@ class ReplicatedEngine(Engine):
             self._compression.restore(state.get("compression"))
         if self._tables is not None:
             self._tables.restore(state.get("tables"))
-        self._step_buffers.commit()
+        self._step_buffers.replaced()
         self._writes.watch(state.get("written", ()))
-        self._writes.forget()
+        self._writes.replaced()
         self._attributes.forget()
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -241,6 +241,11 @@ class ReplicatedEngine(Engine):
         buffers = {name: model.pop(name) for name, tensor in [*model.items()] if not isinstance(tensor, nn.Parameter)}
         return {"the model": model, BUFFERS: buffers, "the optimizer's state": moments}
 
+    def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """See `TrainingEngine`: all of the model."""
+        parameters = {repr(name): parameter.detach() for name, parameter in self.module.named_parameters()}
+        return {"the parameters": parameters, "the buffers": self._step_buffers.begun_from()}
+
     def has_values(self) -> bool:
         """See `TrainingEngine`."""
         return has_values(self.module)
@@ -248,7 +253,7 @@ class ReplicatedEngine(Engine):
     @torch.no_grad()
     def step_begins(self) -> None:
         """See `TrainingEngine`. What the user did to buffers between two steps is a part of what a redo starts from."""
-        self._step_buffers.commit()
+        self._step_buffers.step_begins()
         self._skipped = False
         if self._setup.several:  # what another model's passes have left here is not of this step
             for parameter in self.module.parameters():
@@ -317,7 +322,7 @@ class ReplicatedEngine(Engine):
         step, group = session.step, session.group
         if step is None or step.phase is not StepPhase.SEALED or step.lost is not None:
             return
-        step.writes = self._digest_of_writes()
+        step.writes, step.written_between = self._digest_of_writes(), self._digest_between()
         control = session.control_word()
         if session.elastic:
             step.issues(CLOSING)
@@ -332,6 +337,9 @@ class ReplicatedEngine(Engine):
 
     def _digest_of_writes(self) -> int:
         return joined(self._writes.digest(), self._step_buffers.exact_digest())
+
+    def _digest_between(self) -> int:
+        return joined(self._writes.between, self._step_buffers.between)
 
     @torch.no_grad()
     def _sum_closing(self, group: Group, control: list[float]) -> list[float]:
@@ -410,6 +418,7 @@ class ReplicatedEngine(Engine):
         if self._tables is not None:
             self._tables.commit()
         self._writes.commit()
+        self._step_buffers.step_committed()
         self._note_uncleared()
 
     def _undo_writes(self) -> None:

@@ -261,6 +261,9 @@ class LocalSGDEngine(ReplicatedEngine):
     def _digest_of_writes(self) -> int:
         return 0
 
+    def _digest_between(self) -> int:
+        return 0
+
     def _undo_writes(self) -> None:
         self._writes.forget()
         self._attributes.put_back()

@@ -106,7 +106,7 @@ def test_a_script_that_changes_weights_on_one_rank_is_told_which_since_when_and_
         shoal.launch(train_until, "ddp", 4, 12, 5, world_size=3)
     said = str(stopped.value)
     assert said.startswith(
-        "after step 8 rank 1 holds other values of '0.weight' (the model) than ranks 0 and 2 (4 of 4 tensors there differ)"
+        "after step 5 rank 1 holds other values of '0.weight' (the parameters) than ranks 0 and 2 (4 of 4 tensors there differ)"
     )
     assert "a script that changes values on some ranks alone" in said
     assert "After step 4 all agreed" in said

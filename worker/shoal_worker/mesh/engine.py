@@ -282,7 +282,6 @@ class MeshEngine(MeshPasses):
             WrittenParameters(self._held.parameters.items(), self.strategy, stay=False, compared=False),
             self._writes_to_pieces(mesh),
         ]
-        mesh.buffers.step_begins()
         for writes in self._writes:
             writes.begin()
         if self._session.elastic:

@@ -157,7 +157,7 @@ class RankMesh:
         """Step number `number` of this model."""
         self.forget()
         self.gradients.begin()
-        self.buffers.commit()
+        self.buffers.step_begins()
         if self.execution is not None:
             self.execution.begin_step(number)
 

@@ -29,6 +29,7 @@ from shoal_worker.elastic.loader_interface import Leases, StepStatus
 from shoal_worker.elastic.row_store import RowStore
 from shoal_worker.elastic.strategy_interface import StrategySession
 from shoal_worker.engine.buffers import give_memory, kept_buffers
+from shoal_worker.engine.extremes import find_extremes
 from shoal_worker.engine.hidden_parameters import blank_copies, inside, want_gradients
 from shoal_worker.engine.module_state import ModuleState, check_model_fits, check_state_can_travel, load_captured
 from shoal_worker.engine.optimizer_state import load_optimizer, strided_like
@@ -101,6 +102,8 @@ class Engine(abc.ABC):
         check_state_can_travel(setup.module, setup.strategy, whole=self.keeps_parameters_whole)
         self.least_samples = 2 if any(map(_normalizes_batches, setup.module.modules())) else 1
         """See `TrainingEngine`."""
+        self.extremes = find_extremes(setup.module)
+        """Buffers that hold minima and maxima."""
         self._setup = setup
         self._entry: Callable[..., Any] | None = None
         """A method of the module that the next pass goes through; None: `forward`."""

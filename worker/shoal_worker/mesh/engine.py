@@ -22,7 +22,7 @@ from shoal_common.failpoints import failpoint
 from torch import nn
 
 from shoal_worker.elastic.channel import Channel, LocalChannel
-from shoal_worker.elastic.course import CLOSING, SUM
+from shoal_worker.elastic.course import CLOSING, EXTREMES, SUM
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.loader_interface import Share, StepStatus
 from shoal_worker.elastic.step import CONTROL_LENGTH, Step
@@ -127,12 +127,13 @@ class MeshEngine(MeshPasses):
                 "optimizer": self.optimizer.state_dict() if self.optimizer is not None else None,
             }
             unsaved = self._held.unsaved() if self._parts is not None else {}
-            return own | {"applied": self._applied} | ({"buffers": unsaved} if unsaved else {})
-        return {"unsaved": self._held.unsaved(), "settings": self._held.settings, "applied": self._applied}
+            return own | {"applied": self._applied, "extremes": dict(self.extremes)} | ({"buffers": unsaved} if unsaved else {})
+        return {"unsaved": self._held.unsaved(), "settings": self._held.settings, "applied": self._applied} | {"extremes": dict(self.extremes)}
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `TrainingEngine`."""
+        self.extremes |= state.get("extremes", {})
         self._give_values(state)
         held = self._held
         if "model" in state:
@@ -220,7 +221,7 @@ class MeshEngine(MeshPasses):
         mesh = RankMesh(group, axes, self._session, self._plan.sharding) if at is not None else None
         if mesh is not None:
             self._release()
-            mesh.lay_out(held, taken, averages=self.config.loss_reduction == "mean")
+            mesh.lay_out(held, taken, averages=self.config.loss_reduction == "mean", extremes=self.extremes)
             self._mesh = mesh
         if gathered:
             group.exchange(b"")  # all have theirs: what a spare holds is needed until then
@@ -323,6 +324,7 @@ class MeshEngine(MeshPasses):
             if step.lost is not None:
                 return
             failpoint("reduction.completed")
+            self._agree_on_extremes(mesh, step, share)
             step.writes = self._digest_of_buffers(mesh)
             if mesh.cut.axes.pipeline == 1:  # else ranks of other stages have others
                 step.written_between = joined(self._piece_writes.between, mesh.buffers.between)
@@ -359,6 +361,13 @@ class MeshEngine(MeshPasses):
             self._piece_writes = WrittenParameters(pieces, self.strategy, stay=False, compared=compared, whole=whole)
             self._writes_of = mesh
         return self._piece_writes
+
+    def _agree_on_extremes(self, mesh: RankMesh, step: Step, share: Share) -> None:
+        """With the ranks that hold the same. Raises MembershipChanged."""
+        extremes = mesh.buffers.extremes
+        if extremes:
+            step.issues(EXTREMES)
+            extremes.agree(mesh.replicas.exchange(extremes.made(counted=not step.in_micro_batches and share.weight > 0)))
 
     def _digest_of_buffers(self, mesh: RankMesh) -> int:
         digest = mesh.buffers.exact_digest()

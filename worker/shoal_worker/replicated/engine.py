@@ -18,11 +18,11 @@ from shoal_common.failpoints import failpoint
 from torch import nn
 
 from shoal_worker.elastic.channel import Channel
-from shoal_worker.elastic.course import CLOSING
+from shoal_worker.elastic.course import CLOSING, EXTREMES
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.loader_interface import StepStatus
 from shoal_worker.elastic.row_store import RowStore
-from shoal_worker.elastic.step import StepPhase
+from shoal_worker.elastic.step import Step, StepPhase
 from shoal_worker.elastic.strategy_interface import BUFFERS
 from shoal_worker.elastic.told_loss import read_later
 from shoal_worker.engine.base import Engine, Setup
@@ -77,7 +77,7 @@ class ReplicatedEngine(Engine):
         check_shaped(self.module)
         check_trains(self.module)
         synchronize_norms(self.module, self._session, sums=self.config.loss_reduction == "sum")
-        self._step_buffers = CommittedBuffers(self.module)
+        self._step_buffers = CommittedBuffers(self.module, self.extremes)
         self._members = ModuleMembers(self.module)
         self._find_members()
 
@@ -191,6 +191,8 @@ class ReplicatedEngine(Engine):
             captured["tables"] = known
         if written := self._writes.known:
             captured["written"] = written
+        if self.extremes:
+            captured["extremes"] = dict(self.extremes)
         buffers = unsaved_buffers(self.module)
         return captured | {"buffers": buffers} if buffers else captured
 
@@ -211,6 +213,8 @@ class ReplicatedEngine(Engine):
         if not self.has_values():
             materialize(self.module, self.optimizer, self._session.device, buffers=state.get("buffers"))
             self._members = ModuleMembers(self.module)
+            self.extremes |= state.get("extremes", {})
+            self._step_buffers = CommittedBuffers(self.module, self.extremes)
             self._find_members()
         load_captured(self.module, state["model"])
         take_unsaved(self.module, state.get("buffers", {}))
@@ -324,6 +328,8 @@ class ReplicatedEngine(Engine):
             return
         step.writes, step.written_between = self._digest_of_writes(), self._digest_between()
         control = session.control_word()
+        if not self._agree_on_extremes(step):
+            return
         if session.elastic:
             step.issues(CLOSING)
             with LosingStep(self._session) as closing:
@@ -337,6 +343,21 @@ class ReplicatedEngine(Engine):
 
     def _digest_of_writes(self) -> int:
         return joined(self._writes.digest(), self._step_buffers.exact_digest())
+
+    def _counts(self, step: Step) -> bool:
+        """What the passes of a plain batch have left is this rank's own."""
+        return not step.in_micro_batches and step.share is not None and step.share.weight > 0
+
+    def _agree_on_extremes(self, step: Step) -> bool:
+        """False: the step is lost."""
+        extremes, group = self._step_buffers.extremes, self._session.group
+        if not extremes:
+            return True
+        made = extremes.made(counted=self._counts(step))
+        step.issues(EXTREMES)
+        with LosingStep(self._session) as agreeing:
+            extremes.agree(group.exchange(made) if group is not None else [made])
+        return not agreeing.failed
 
     def _digest_between(self) -> int:
         return joined(self._writes.between, self._step_buffers.between)

@@ -25,7 +25,7 @@ from torch import nn
 
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.elastic.channel import Channel
-from shoal_worker.elastic.course import CLOSING
+from shoal_worker.elastic.course import CLOSING, EXTREMES
 from shoal_worker.elastic.generation import Topology
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.loader_interface import Share
@@ -139,7 +139,7 @@ class ShardedEngine(ShardedPasses):
                 check_floating(self._compression.compressor.name, unit.parameters)
                 unit.compressed = CompressedScatter(self._compression, self._session, number)
         self._summed = CutGradients(state.trained, exact=self.config.deterministic)
-        self._step_buffers = CommittedBuffers(self.module)
+        self._step_buffers = CommittedBuffers(self.module, self.extremes)
         self._carries_writes = self.stage is not Stage.PARAMETERS and not any(unit.apart for unit in state.units)
         self._writes = WrittenParameters(
             self.module.named_parameters(),
@@ -188,12 +188,14 @@ class ShardedEngine(ShardedPasses):
     def capture(self) -> dict[str, Any]:
         """See `TrainingEngine`. Before the first step all of the state; from then on what every rank has of it."""
         if self._held.whole:
-            return self._held.capture_whole() | {"applied": self._applied}
-        return self._held.capture_common() | {"applied": self._applied, "written": self._writes.known}
+            return self._held.capture_whole() | {"applied": self._applied, "extremes": dict(self.extremes)}
+        beside = {"applied": self._applied, "written": self._writes.known, "extremes": dict(self.extremes)}
+        return self._held.capture_common() | beside
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `TrainingEngine`."""
+        self.extremes |= state.get("extremes", {})
         self._give_values(state)
         if "model" in state:
             self._held.restore_whole(state)
@@ -334,6 +336,7 @@ class ShardedEngine(ShardedPasses):
                         unit.refuse_written()
             step.writes = joined(self._writes.digest(), self._step_buffers.exact_digest())
             step.written_between = joined(self._writes.between, self._step_buffers.between)
+        self._agree_on_extremes(step, share)
         step.issues(CLOSING)
         if step.lost is not None or not self._seal():
             return
@@ -361,6 +364,15 @@ class ShardedEngine(ShardedPasses):
             changes=changes,
         )
         self._close(closing, word.tolist())
+
+    def _agree_on_extremes(self, step: Step, share: Share) -> None:
+        extremes, group = self._step_buffers.extremes, self._session.group
+        if not extremes or step.lost is not None:
+            return
+        step.issues(EXTREMES)
+        made = extremes.made(counted=not step.in_micro_batches and share.weight > 0)
+        with LosingStep(self._session):
+            extremes.agree(group.exchange(made) if group is not None else [made])
 
     def _buffer_changes(self, step: Step) -> torch.Tensor:
         """This rank's part in the changes of the buffers."""

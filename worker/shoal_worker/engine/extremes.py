@@ -66,6 +66,7 @@ class Extremes:
         """`places`: their names, owners, and names there. `followers`: modules of fake quantization."""
         self._places = list(places)
         self._kinds = kinds
+        self._shapes = {path: owner._buffers[name].shape for path, owner, name in self._places}  # type: ignore[union-attr]
         self._followers = list(dict.fromkeys(followers))
         self._folded: dict[str, torch.Tensor] | None = None
         """What the micro-batches of this rank in the step made; None: none has ended."""
@@ -74,6 +75,18 @@ class Extremes:
 
     def __bool__(self) -> bool:
         return bool(self._places)
+
+    def refuse_other_shapes(self, strategy: str) -> None:
+        """Raises ConfigurationError: a pass has given one another shape, where ranks are told of tensors by the shapes at `as_distributed`."""
+        for path, owner, name in self._places:
+            buffer = owner._buffers[name]
+            if buffer is not None and buffer.shape != self._shapes[path]:
+                raise ConfigurationError(
+                    f"buffer {path!r} had shape {tuple(self._shapes[path])} at as_distributed and has {tuple(buffer.shape)} after the "
+                    f"forward pass, which strategy={strategy!r} cannot follow: pass a batch through the model before as_distributed, or "
+                    "take ddp, zero or fsdp",
+                    reason="BUFFERS_DIFFER",
+                )
 
     def begin(self) -> None:
         """A step begins."""

@@ -366,6 +366,7 @@ class MeshEngine(MeshPasses):
         """With the ranks that hold the same. Raises MembershipChanged."""
         extremes = mesh.buffers.extremes
         if extremes:
+            extremes.refuse_other_shapes(self.strategy)
             step.issues(EXTREMES)
             extremes.agree(mesh.replicas.exchange(extremes.made(counted=not step.in_micro_batches and share.weight > 0)))
 

@@ -372,7 +372,8 @@ class StepLifecycle:
             raise settings_apart(self._held.registered.settings)
         if not step.writes_agree:
             raise self._held.engine.writes_apart()
-        self.compare_before_update(step, self._held.engine.whole_everywhere)
+        if not step.between_agrees:
+            self.compare_before_update(self._held.engine.whole_everywhere())
         if step.refused is not None:
             raise step.refused
         self._apply(apply)
@@ -455,14 +456,14 @@ class StepLifecycle:
         if step.source is None and self._held.batches.due and self._compares_batches and group is not None:
             self._held.batches.compare(group, step.placement)
 
-    def compare_before_update(self, step: Step, whole: Callable[[], Mapping[str, Mapping[str, torch.Tensor]]]) -> None:
-        """Before an update: if ranks differ in what was written between steps. They may hold the
-        same all the same. `whole`: what they hold. Raises PreconditionError (REPLICAS_DIVERGED), on
-        all ranks."""
+    def compare_before_update(self, whole: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Before an update, if ranks differ in what was written between steps: they may hold the same
+        all the same. `whole`: what they hold. Raises PreconditionError (REPLICAS_DIVERGED), on all
+        ranks."""
         group = self._borders.group
-        if step.between_agrees or group is None or group.world_size == 1:
+        if group is None or group.world_size == 1:
             return
-        self.diverged = compare_before_update(self._held, whole(), self._held.engine.working(group))
+        self.diverged = compare_before_update(self._held, whole, self._held.engine.working(group))
         if self.diverged is not None:
             raise self._divergence(self.diverged)
 

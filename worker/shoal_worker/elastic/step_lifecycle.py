@@ -232,6 +232,8 @@ class StepLifecycle:
                 self._held.phase.fall_behind()
             step.left = True
             self.drop_partly_updated()
+        elif step is None:
+            self._held.registered.put_back_again()  # the batch of a lost step does not come again in this loop
 
     def loop_ended(self) -> None:
         """See `LoaderSession`."""

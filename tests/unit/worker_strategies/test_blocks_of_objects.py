@@ -94,8 +94,8 @@ class Appending(nn.Module):
 
     def forward(self, features: list[torch.Tensor]) -> torch.Tensor:
         x = features[-1]
-        features.append(self.a(x).tanh())
         output: torch.Tensor = self.b(x).tanh()
+        features.append(self.a(x).tanh())  # made last, so that its gradient comes first
         return output
 
 
@@ -109,9 +109,9 @@ class Keeping(nn.Module):
 
     def forward(self, features: list[torch.Tensor]) -> torch.Tensor:
         x = features[-1]
-        self.auxiliary = self.b(self.a(x).tanh())
         output: torch.Tensor = self.b(x).tanh()
         features.append(output)
+        self.auxiliary = self.b(self.a(x).tanh())
         return output
 
 

@@ -121,9 +121,8 @@ def test_where_parameters_are_cut_no_rank_can_write_them(strategy: str, how: str
 @pytest.mark.parametrize("how", ["in place", "data in place", "frozen"])
 @pytest.mark.parametrize("strategy", [*HERE, *ELSEWHERE])
 def test_what_one_rank_writes_in_a_later_pass_is_refused(strategy: str, how: str) -> None:
-    name, write = WRITES[how]
     with pytest.raises(ConfigurationError) as stopped:
-        shoal.launch(train, strategy, None, on_rank_1(write), world_size=2)
+        shoal.launch(train, strategy, None, on_rank_1(WRITES[how][1]), world_size=2)
     assert stopped.value.reason == "PARAMETERS_WRITTEN"
 
 

@@ -173,8 +173,8 @@ class Step:
 
     def control_word(self, *, border_wanted: bool, stop_told: bool, leaving: bool, settings: int, place: ScriptPosition) -> list[float]:
         """What this rank adds: a border is wanted; its loss times its weight; that weight, if it told a loss; it was told that the job
-        stops; it was asked to leave; digests of its optimizer's settings, of what its passes wrote, and of what was written between steps; where its
-        script stands."""
+        stops; it was asked to leave; digests of its optimizer's settings, of what its passes wrote, and of what was
+        written between steps; where its script stands."""
         weight = 0.0
         if self.share is not None and self.loss is not None:
             weight = self.micro_batches_weight if self.in_micro_batches else self.share.weight

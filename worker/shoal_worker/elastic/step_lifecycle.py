@@ -16,10 +16,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
 from shoal_common.failpoints import failpoint
 

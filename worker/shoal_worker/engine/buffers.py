@@ -336,8 +336,8 @@ class CommittedBuffers:
         return ConfigurationError(
             f"{what} in a step, and not to the same values on all ranks and in all micro-batches; what each made of its own samples has no "
             "mean and no sum: bool, integers of another width than int64, complex numbers, and floating-point buffers of which some "
-            "elements are infinite and others not. Compute it from the whole batch (shoal.whole_batch(x)), count in int64, whose changes are summed, keep averages in floating point, or keep "
-            "it out of the state (persistent=False)",
+            "elements are infinite and others not. Compute it from the whole batch (shoal.whole_batch(x)), count in int64, whose changes "
+            "are summed, keep averages in floating point, or keep it out of the state (persistent=False)",
             reason="BUFFERS_DIFFER",
         )
 

@@ -77,7 +77,8 @@ class Extremes:
         return bool(self._places)
 
     def refuse_other_shapes(self, strategy: str) -> None:
-        """Raises ConfigurationError: a pass has given one another shape, where ranks are told of tensors by the shapes at `as_distributed`."""
+        """Raises ConfigurationError: a pass has given one another shape than it had at `as_distributed`,
+        by which the ranks of `strategy` lay tensors out."""
         for path, owner, name in self._places:
             buffer = owner._buffers[name]
             if buffer is not None and buffer.shape != self._shapes[path]:
@@ -106,9 +107,7 @@ class Extremes:
     def agree(self, told: Sequence[bytes]) -> None:
         """`told`: what the ranks made. Raises ConfigurationError on all of them: of different shapes."""
         ranks: list[dict[str, Any]] = [json.loads(each) for each in told]
-        made = [
-            {path: torch.tensor(values, dtype=torch.float64).view(shape) for path, (shape, values) in each.items()} for each in ranks
-        ]
+        made = [{path: torch.tensor(values, dtype=torch.float64).view(shape) for path, (shape, values) in each.items()} for each in ranks]
         self._agreed = self._merged([each for each in made if each])
 
     def write(self) -> None:

@@ -128,7 +128,9 @@ class MeshEngine(MeshPasses):
             }
             unsaved = self._held.unsaved() if self._parts is not None else {}
             return own | {"applied": self._applied, "extremes": dict(self.extremes)} | ({"buffers": unsaved} if unsaved else {})
-        return {"unsaved": self._held.unsaved(), "settings": self._held.settings, "applied": self._applied} | {"extremes": dict(self.extremes)}
+        return {"unsaved": self._held.unsaved(), "settings": self._held.settings, "applied": self._applied} | {
+            "extremes": dict(self.extremes)
+        }
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
 from shoal_common.failpoints import failpoint
-from torch import nn
 
 from shoal_worker.elastic.channel import Channel, LocalChannel
 from shoal_worker.elastic.group import Group

@@ -301,6 +301,9 @@ class Engine(abc.ABC):
         else:
             self.skip()
 
+    def note_scaler(self, name: str) -> None:
+        """The registered GradScaler of that name has stepped the optimizer in a step that counts; empty: none has."""
+
     def skip(self) -> None:
         """The step counts, but a GradScaler found its gradients unusable, on all ranks alike."""
 

@@ -222,6 +222,11 @@ class ShardedEngine(ShardedPasses):
         self._writes.update_begins()
         return super().apply_tentatively(apply)
 
+    def note_scaler(self, name: str) -> None:
+        """See `Engine`."""
+        if self._compression is not None:
+            self._compression.note_scaler(name)
+
     def writes_apart(self) -> ShoalError:
         """See `TrainingEngine`."""
         names = self._writes.names()

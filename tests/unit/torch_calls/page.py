@@ -74,10 +74,12 @@ What changes values (`load_state_dict`, `p.mul_`, `nn.init`) has to be done alik
   - In an `int64` buffer, changes that are alike in all passes count once (a count of steps), and
     others are summed (a count of samples); changes that are, or add up to, the number of each pass's
     samples are summed too. In passes of one sample the two cannot be told apart, and count as steps.
+    A largest or a least value is no count: keep it in floating point, beginning at infinity.
   - All else (`bool`, other integers, complex numbers, floating-point buffers of which some elements
     are infinite) must be changed alike on all ranks and in all micro-batches, or `BUFFERS_DIFFER`
     names the buffer in the first step that differs.
-  - A buffer that was `None` at `as_distributed` must stay so, unless it is `persistent=False`.
+  - A buffer that was `None` at `as_distributed` must stay so, unless it is `persistent=False`; the same
+    holds of buffers that a pass registers.
   - Under `local_sgd` the same holds of each round.
   - Change buffers between steps on all ranks alike, in the forward pass, or, with a plain batch and
     `backward()`, until `optimizer.step()`. What a script changes when the step is closed (behind

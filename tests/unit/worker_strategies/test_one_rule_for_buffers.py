@@ -166,3 +166,20 @@ def test_observers_are_resumed(strategy: str, tmp_path: Path) -> None:
 
     saved, resumed = shoal.launch(begin, world_size=2)[0], shoal.launch(go_on, world_size=2)[0]
     assert all(torch.equal(resumed[name], value) for name, value in saved.items())
+
+
+class RegistersLate(nn.Linear):
+    """Registers a buffer in its first pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "seen"):
+            self.register_buffer("seen", torch.tensor(0))
+        self.seen += len(x)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("strategy", [each for each in STRATEGIES if each != "pipeline"])
+def test_a_buffer_that_a_pass_registers_is_refused(strategy: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"1\.seen.* was registered after as_distributed") as stopped:
+        shoal.launch(lambda: train(strategy, nn.Sequential(nn.Linear(4, 4), RegistersLate(4, 1))), world_size=2)
+    assert stopped.value.reason == "BUFFERS_DIFFER"

@@ -59,6 +59,8 @@ class CommittedBuffers:
         """Counters of the state."""
         self._exact: list[tuple[str, nn.Module, str]] = []
         """Buffers of the state that have neither a mean nor a sum."""
+        self._owners = [(prefix, owner, frozenset(owner._buffers)) for prefix, owner in module.named_modules()]
+        """All modules, and the names of the buffers that each had."""
         self._unset: list[tuple[str, nn.Module, str]] = []
         """Buffers of the state that are None."""
         seen = set()
@@ -305,6 +307,7 @@ class CommittedBuffers:
 
     def exact_digest(self) -> int:
         """Returns a digest of what the passes made of those; 0: nothing has changed."""
+        self.refuse_new()
         for path, owner, name in self._unset:
             if owner._buffers.get(name) is not None:
                 raise ConfigurationError(
@@ -313,6 +316,20 @@ class CommittedBuffers:
                     reason="BUFFERS_DIFFER",
                 )
         return self._digest_of_exact() if self._within is None else self._within
+
+    def refuse_new(self) -> None:
+        """Raises ConfigurationError: a module has a buffer of the state that it had not at `as_distributed`."""
+        for prefix, owner, names in self._owners:
+            if len(owner._buffers) == len(names):
+                continue
+            for name, buffer in owner._buffers.items():
+                if name not in names and buffer is not None and name not in owner._non_persistent_buffers_set:
+                    raise ConfigurationError(
+                        f"buffer {f'{prefix}.{name}' if prefix else name!r} was registered after as_distributed (in forward(), say), so "
+                        "that ranks do not know it, and each would keep its own. Register it before, with a value of its shape, or with "
+                        "persistent=False",
+                        reason="BUFFERS_DIFFER",
+                    )
 
     def micro_batch_ends(self) -> None:
         """The passes of a micro-batch that counts are over. Raises ConfigurationError: those that must change alike were changed in another

@@ -240,6 +240,7 @@ class LocalSGDEngine(ReplicatedEngine):
 
     def _check_alike(self, tell: Tell) -> None:
         """Raises ConfigurationError: buffers that have no mean and no sum differ between the ranks."""
+        self._step_buffers.refuse_new()
         names = self._step_buffers.alike_names()
         if names and len(set(tell(str(self._step_buffers.digest_of_alike()).encode()))) > 1:
             raise self._step_buffers.apart(names)

@@ -64,27 +64,27 @@ What changes values (`load_state_dict`, `p.mul_`, `nn.init`) has to be done alik
   are summed. Under `tensor`, `pipeline` and `hybrid` other tensors take the parameters' places, and hooks are refused, before
   `as_distributed` and after it (`test_gradient_hooks.py`).
 - Buffers that a step changes follow one rule for each dtype, under every strategy with a common step
-  (`test_one_rule_for_buffers.py`, `test_buffers.py`). It applies to what `state_dict()` has:
-  - Floating-point buffers become the ranks' weighted mean.
-  - A buffer whose elements all are infinite at `as_distributed` is a minimum, and one whose elements
-    all are negative infinity a maximum; it becomes that of all ranks. So do `min_val` and `max_val` of
-    torch's quantization observers, and `scale` and `zero_point` are computed anew from them. In a pass
-    each rank quantizes by its own samples. Per-channel observers get their shape in the first pass:
-    under `tensor`, `pipeline` and `hybrid` let it come before `as_distributed`.
-  - In an `int64` buffer, changes that are alike in all passes count once (a count of steps), and
-    others are summed (a count of samples); changes that are, or add up to, the number of each pass's
-    samples are summed too. In passes of one sample the two cannot be told apart, and count as steps.
-    A largest or a least value is no count: keep it in floating point, beginning at infinity.
-  - All else (`bool`, other integers, complex numbers, floating-point buffers of which some elements
-    are infinite) must be changed alike on all ranks and in all micro-batches, or `BUFFERS_DIFFER`
-    names the buffer in the first step that differs.
-  - A buffer that was `None` at `as_distributed` must stay so, unless it is `persistent=False`; the same
-    holds of buffers that a pass registers.
-  - Under `local_sgd` the same holds of each round.
-  - Change buffers between steps on all ranks alike, in the forward pass, or, with a plain batch and
-    `backward()`, until `optimizer.step()`. What a script changes when the step is closed (behind
-    `train_step`, clipping, or the inner loop over micro-batches) stays what each rank made of it, and
-    has to be alike. Changes of more than 2^40 in a step are refused.
+  (`test_one_rule_for_buffers.py`, `test_buffers.py`). It applies to what `state_dict()` has.
+  Floating-point buffers become the ranks' weighted mean.
+  A buffer whose elements all are infinite at `as_distributed` is a minimum, and one whose elements
+  all are negative infinity a maximum; it becomes that of all ranks. So do `min_val` and `max_val` of
+  torch's quantization observers, and `scale` and `zero_point` are computed anew from them. In a pass
+  each rank quantizes by its own samples. Per-channel observers get their shape in the first pass:
+  under `tensor`, `pipeline` and `hybrid` let it come before `as_distributed`.
+  In an `int64` buffer, changes that are alike in all passes count once (a count of steps), and
+  others are summed (a count of samples); changes that are, or add up to, the number of each pass's
+  samples are summed too. In passes of one sample the two cannot be told apart, and count as steps.
+  A largest or a least value is no count: keep it in floating point, beginning at infinity.
+  All else (`bool`, other integers, complex numbers, floating-point buffers of which some elements
+  are infinite) must be changed alike on all ranks and in all micro-batches, or `BUFFERS_DIFFER`
+  names the buffer in the first step that differs.
+  A buffer that was `None` at `as_distributed` must stay so, unless it is `persistent=False`; the same
+  holds of buffers that a pass registers.
+  Under `local_sgd` the same holds of each round.
+  Change buffers between steps on all ranks alike, in the forward pass, or, with a plain batch and
+  `backward()`, until `optimizer.step()`. What a script changes when the step is closed (behind
+  `train_step`, clipping, or the inner loop over micro-batches) stays what each rank made of it, and
+  has to be alike. Changes of more than 2^40 in a step are refused.
 - Parameters that a forward pass writes (momentum encoders, initialization from the first batch,
   clipping of weights) are as in one process under `ddp`, `zero1` and `zero2`, if all ranks and
   micro-batches write the same values; `PARAMETERS_WRITTEN` names them if not. Strategies that

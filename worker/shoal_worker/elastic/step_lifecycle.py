@@ -464,7 +464,7 @@ class StepLifecycle:
         all the same. `whole`: what they hold. Raises PreconditionError (REPLICAS_DIVERGED), on all
         ranks."""
         group = self._borders.group
-        if group is None or group.world_size == 1:
+        if group is None or group.world_size == 1 or self._held.engine.consistency_check_every == 0:
             return
         self.diverged = compare_before_update(self._held, whole, self._held.engine.working(group))
         if self.diverged is not None:

@@ -188,3 +188,9 @@ def iterates_undealt_dataloader(*, longer_than: int) -> bool:
             if type(batches.sampler) in (RandomSampler, SequentialSampler):
                 return True
     return False
+
+
+def scales(scaler: Any, optimizer: object) -> bool:
+    """Returns True if a GradScaler has looked at an optimizer's gradients since its last `update()`."""
+    state = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer))
+    return bool(state and state.get("found_inf_per_device"))

@@ -159,6 +159,38 @@ def test_residuals_follow_a_gradient_scaler(strategy: str, name: str) -> None:
         assert torch.equal(skipping, plain)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+@pytest.mark.parametrize("both", [False, True])
+def test_residuals_of_several_models_follow_the_scaler_of_their_own(strategy: str, both: bool) -> None:
+    """Scales are powers of two, so that nothing else may differ."""
+
+    def scaled(growth: int) -> Flat:
+        torch.manual_seed(0)
+        nets = [torch.nn.Linear(8, 4) for _ in range(2)]
+        plain = [torch.optim.SGD(net.parameters(), 0.2) for net in nets]
+        models = list(zip(*shoal.as_distributed(nets, plain, strategy=strategy, gradient_compression=COMPRESSORS["sign"]), strict=True))
+        scalers = [torch.amp.GradScaler("cpu", init_scale=8.0 * 4**n, growth_interval=growth + n) for n in range(1 + both)]
+        if growth:
+            shoal.register_state(**{f"scaler{number}": scaler for number, scaler in enumerate(scalers)})
+        x = torch.randn(96, 8, generator=torch.Generator().manual_seed(1))
+        for (part,) in shoal.ElasticDataLoader(torch.utils.data.TensorDataset(x), global_batch_size=12, shuffle=False):
+            for number, (model, optimizer) in enumerate(models):
+                loss = model(part).square().mean()
+                if growth and number < len(scalers):
+                    scalers[number].scale(loss).backward()
+                    scalers[number].step(optimizer)
+                else:
+                    loss.backward()
+                    optimizer.step()
+                optimizer.zero_grad()
+            for scaler in scalers if growth else ():
+                scaler.update()
+        return torch.cat([flat(model) for model, _ in models])
+
+    plain, growing = shoal.launch(scaled, 0, world_size=2)[0], shoal.launch(scaled, 2, world_size=2)[0]
+    assert torch.equal(growing, plain)
+
+
 @pytest.mark.parametrize(
     ("strategy", "name", "micro", "shards"),
     [

@@ -63,22 +63,39 @@ What changes values (`load_state_dict`, `p.mul_`, `nn.init`) has to be done alik
 - `p.register_hook` and `p.register_post_accumulate_grad_hook` see, and may change, the gradient of this rank's samples, before the ranks'
   are summed. Under `tensor`, `pipeline` and `hybrid` other tensors take the parameters' places, and hooks are refused, before
   `as_distributed` and after it (`test_gradient_hooks.py`).
-- Buffers that a step changes follow one rule for each dtype, under every strategy with a common step. Floating-point ones that
-  `state_dict()` has become the ranks' weighted mean. In an `int64` buffer, changes that are alike in all passes count
-  once (a count of steps), and others
-  are summed (a count of samples); changes that are, or add up to, the number of each pass's samples are summed too. All else that
-  `state_dict()` has (`bool`, other integers, complex numbers, and floating-point buffers with infinite elements, as observers have at
-  first) must be changed alike on all ranks and in all micro-batches, or `BUFFERS_DIFFER` names the buffer in the first step that differs.
-  A buffer that was `None` at `as_distributed` must stay so, unless it is `persistent=False`. Under `local_sgd` the means are those of a
-  round. Change buffers in the forward pass, or, with a plain batch and `backward()`, until `optimizer.step()`. What a script changes when
-  the step is closed (behind `train_step`, clipping, the inner loop over micro-batches, or `step()`) stays what each rank made of it, and
-  has to be alike. Changes of more than 2^40 in a step are refused (`test_buffers.py`).
+- Buffers that a step changes follow one rule for each dtype, under every strategy with a common step
+  (`test_one_rule_for_buffers.py`, `test_buffers.py`). It applies to what `state_dict()` has.
+  Floating-point buffers become the ranks' weighted mean.
+  A buffer whose elements all are infinite at `as_distributed` is a minimum, and one whose elements
+  all are negative infinity a maximum; it becomes that of all ranks. So do `min_val` and `max_val` of
+  torch's quantization observers, and `scale` and `zero_point` are computed anew from them. In a pass
+  each rank quantizes by its own samples. Per-channel observers get their shape in the first pass:
+  under `tensor`, `pipeline` and `hybrid` let it come before `as_distributed`.
+  In an `int64` buffer, changes that are alike in all passes count once (a count of steps), and
+  others are summed (a count of samples); changes that are, or add up to, the number of each pass's
+  samples are summed too. In passes of one sample the two cannot be told apart, and count as steps.
+  A largest or a least value is no count: keep it in floating point, beginning at infinity.
+  All else (`bool`, other integers, complex numbers, floating-point buffers of which some elements
+  are infinite) must be changed alike on all ranks and in all micro-batches, or `BUFFERS_DIFFER`
+  names the buffer in the first step that differs.
+  A buffer that was `None` at `as_distributed` must stay so, unless it is `persistent=False`; the same
+  holds of buffers that a pass registers.
+  Under `local_sgd` the same holds of each round.
+  Change buffers between steps on all ranks alike, in the forward pass, or, with a plain batch and
+  `backward()`, until `optimizer.step()`. What a script changes when the step is closed (behind
+  `train_step`, clipping, or the inner loop over micro-batches) stays what each rank made of it, and
+  has to be alike. Changes of more than 2^40 in a step are refused.
 - Parameters that a forward pass writes (momentum encoders, initialization from the first batch,
   clipping of weights) are as in one process under `ddp`, `zero1` and `zero2`, if all ranks and
   micro-batches write the same values; `PARAMETERS_WRITTEN` names them if not. Strategies that
   compute with copies or parts of parameters refuse such writes, also in one process. `local_sgd`
-  refuses them for frozen parameters, `async_sgd` for all. Writes by way of `p.data` are looked for
-  in the first step that a process takes (`test_written_parameters.py`).
+  refuses them for frozen parameters, `async_sgd` for all. Writes by way of `p.data`, which torch
+  does not count, are looked for in all of a parameter in the first step that a process takes, and
+  in a few of its elements later, on the host (`test_written_parameters.py`).
+- What one rank alone writes to parameters or buffers between two steps (`p.mul_`, `load_state_dict`,
+  `p.data.mul_`) raises `REPLICAS_DIVERGED` in the next step, before it is applied, and names the
+  tensor and the ranks; `local_sgd` averages it. A rank may swap weights for an evaluation and
+  put them back (`test_written_between_steps.py`).
 - A lost step puts back what its passes changed: buffers, written parameters, extra state, and tensors and numbers that modules keep as
   attributes (under `tensor`, `pipeline` and `hybrid` tensors alone).
 - `get_extra_state()` may give whatever a checkpoint can hold, or `as_distributed` raises. It goes to workers that join, into checkpoints,

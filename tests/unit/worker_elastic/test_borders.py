@@ -107,3 +107,31 @@ def test_state_that_was_damaged_on_the_way_is_asked_for_again(monkeypatch: pytes
 
     outcomes = form(members, take)
     assert [(type(o), o.reason) for o in outcomes] == [(UnavailableError, "STATE_DAMAGED")] * 2
+
+
+class Counted:
+    """An object that the script registers."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_a_loop_that_is_left_at_a_lost_step_leaves_registered_objects_to_the_script(rank: SimpleNamespace) -> None:
+    seen, source = Counted(), SimpleNamespace(is_over=False, under_way=False, name="loader", epoch=0)
+    registered = rank.steps._held.registered
+    registered.register("seen", seen, copied=True)
+    registered.step_begins()
+    registered.step_taken(may_be_lost=True)
+    seen.count += 1  # in the pass of a step that is lost
+    registered.step_void()
+    rank.steps.loop_left(source)
+    assert seen.count == 0
+    seen.count = 100  # behind the loop
+    assert take_step(rank)
+    assert seen.count == 100

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import shoal
@@ -42,4 +44,42 @@ def test_no_rank_gets_a_single_sample(strategy: str, samples: int, last: list[in
 def test_whole_steps_with_one_sample_for_a_rank_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), pytest.raises(ValueError, match="more than 1 value per channel"):
         shoal.launch(train, "ddp", 12, 4, world_size=3)
-    assert "step 0 of epoch 0 has 4 samples for 3 ranks, so rank 1 gets one. The model has batch normalization" in caplog.text
+    assert "step 0 of epoch 0 has 4 samples for 3 ranks, so rank 1 gets a batch of one. The model has batch normalization" in caplog.text
+
+
+class Numbers(torch.utils.data.IterableDataset[torch.Tensor]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.randn(self.count, 4, generator=torch.Generator().manual_seed(1)))
+
+
+def train_on(stream: Any, **sizes: Any) -> list[int]:
+    """Sizes of the batches that this rank got and that counted."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.01))
+    loader = shoal.ElasticDataLoader(stream, **sizes)
+    got = []
+    for step in loader.steps() if "micro_batch_size" in sizes else ([batch] for batch in loader):
+        for part in step:
+            model.train_step(part, None, lambda output, _: output.square().mean())
+            got.append(len(part) if loader.batch_weight else 0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return got
+
+
+def test_a_streams_last_step_leaves_no_rank_with_a_single_sample() -> None:
+    sizes = shoal.launch(lambda: train_on(Numbers(34), global_batch_size=8), world_size=3)
+    assert [each[-1] for each in sizes] == [2, 0, 0]
+
+
+def test_a_shard_that_leaves_a_single_sample_over_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    def shard(name: str) -> Iterator[torch.Tensor]:
+        return iter(torch.randn({"a": 5, "b": 8}[name], 4, generator=torch.Generator().manual_seed(1)))
+
+    with caplog.at_level(logging.WARNING), pytest.raises(ValueError, match="more than 1 value per channel"):
+        shoal.launch(lambda: train_on(shoal.ShardedStream(["a", "b"], shard), global_batch_size=8, micro_batch_size=4), world_size=2)
+    assert "gets a batch of one. The model has batch normalization" in caplog.text

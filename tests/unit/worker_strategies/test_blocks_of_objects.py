@@ -85,6 +85,54 @@ class Writing(nn.Module):
         state.x = state.x + self.a(state.x).tanh()
 
 
+class Appending(nn.Module):
+    """Returns one tensor, and appends another to its input."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, features: list[torch.Tensor]) -> torch.Tensor:
+        x = features[-1]
+        output: torch.Tensor = self.b(x).tanh()
+        features.append(self.a(x).tanh())  # made last, so that its gradient comes first
+        return output
+
+
+class Keeping(nn.Module):
+    """Returns one tensor, and keeps another as an attribute, as layers with an auxiliary loss do."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.auxiliary: torch.Tensor | None = None
+
+    def forward(self, features: list[torch.Tensor]) -> torch.Tensor:
+        x = features[-1]
+        output: torch.Tensor = self.b(x).tanh()
+        features.append(output)
+        self.auxiliary = self.b(self.a(x).tanh())
+        return output
+
+
+class Collecting(nn.Module):
+    """Uses what its blocks return last, and what they left beside it first, in the backward pass."""
+
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inp, self.blocks, self.out = nn.Linear(4, 8), nn.ModuleList([block(None) for _ in range(3)]), nn.Linear(8, 1)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        features, returned = [self.inp(x)], []
+        for block in self.blocks:
+            returned.append(block(features))
+        beside = [block.auxiliary for block in self.blocks if isinstance(block, Keeping)]
+        loss: torch.Tensor = self.out(sum(returned)) + sum(each.sum(1, keepdim=True) for each in [*features, *beside])
+        return loss
+
+
 class Net(nn.Module):
     def __init__(self, kind: Callable[[torch.Tensor], Any], block: Any = Block) -> None:
         super().__init__()
@@ -180,3 +228,24 @@ def test_a_tensor_is_found_in_an_object_that_leads_to_a_dataset() -> None:
 def test_all_tensors_of_large_containers_are_found() -> None:
     tensors = [[torch.zeros(1)] for _ in range(12_000)]
     assert len(tensors_in({"lists": tensors})) == 12_000
+
+
+@pytest.mark.parametrize("block", [Appending, Keeping])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_a_block_leaves_beside_its_output_takes_part_in_the_backward_pass(strategy: str, block: Any) -> None:
+    wanted = plain(Collecting(block))  # type: ignore[arg-type]
+    for found in shoal.launch(lambda: train(strategy, Collecting(block)), world_size=2):  # type: ignore[arg-type]
+        assert all(torch.allclose(found[name], value) for name, value in wanted.items())
+
+
+class Private:
+    __slots__ = ("__x", "y")
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.__x = x
+
+
+def test_private_slots_are_looked_into() -> None:
+    x = torch.ones(2)
+    (found,) = tensors_in(Private(x))
+    assert found is x

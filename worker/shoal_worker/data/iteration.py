@@ -78,6 +78,17 @@ def weights_of_rows(batch: Any, weight_fn: WeightFn, rows: Sequence[int]) -> lis
     return weights
 
 
+_STAND_IN = (
+    "a copy of another rank's. It weighs nothing in training; sums over batches must not count it either: multiply by loader.batch_weight, "
+    "which is 0 here, and not by the length of the batch"
+)
+_SINGLE_SAMPLE = (
+    'a batch of one. The model has batch normalization, which raises "Expected more than 1 value per channel" where a sample has one value '
+    "per channel: use a global_batch_size of at least 2 samples for each rank that may join, micro-batches and shards that leave no single "
+    "sample over, drop_last=True if only the last step is short, or SyncBatchNorm"
+)
+
+
 class Delivery:
     """Hands the batches of one loader's steps to the user's loop."""
 
@@ -94,8 +105,7 @@ class Delivery:
         """Making a batch raised an error. Whoever begins an iteration sets it back."""
         self.batch_weight = 0.0
         """Weight of the batch handed out last in the mean over its step; 0: it stands in for samples that this rank does not have."""
-        self._warned = False
-        self._warned_of_single = False
+        self._warned: set[str] = set()
         self._at_hand: Request | None = None
         self._supply = supply
         self._fetcher = fetcher
@@ -135,48 +145,29 @@ class Delivery:
             self._note(dealt, block, loader)
             self._at_hand, self.batch_weight = request, weight
             if not len(block):
-                self._warn_of_stand_in(dealt, loader)
+                self._warn_once(_STAND_IN, dealt, loader)
             if len(block) == 1 < min(dealt.placement.least_samples, dealt.placement.world_size):
-                self._warn_of_single_sample(dealt, loader)
+                self._warn_once(_SINGLE_SAMPLE, dealt, loader)
             dealt.handed_out += len(block)
             yield batch
             session.end_micro_batch()
         if self._in_micro_batches:
             session.finish_batches()
 
-    def _warn_of_stand_in(self, dealt: DealtStep, loader: str) -> None:
-        """Warns once that the script may count another rank's sample as its own."""
-        if self._warned:
+    def _warn_once(self, consequence: str, dealt: DealtStep, loader: str) -> None:
+        """Warns once of what a step with few samples means for this rank."""
+        if consequence in self._warned:
             return
-        self._warned = True
+        self._warned.add(consequence)
         _log.warning(
-            "loader %r: step %d of epoch %d has %d samples for %d ranks, so rank %d gets a copy of another rank's. It weighs nothing in "
-            "training; sums over batches must not count it either: multiply by loader.batch_weight, which is 0 here, and not by the "
-            "length of the batch",
+            "loader %r: step %d of epoch %d has %d samples for %d ranks, so rank %d gets %s",
             loader,
             dealt.number,
             dealt.epoch,
             len(dealt.positions),
             dealt.placement.world_size,
             dealt.placement.rank,
-        )
-
-    def _warn_of_single_sample(self, dealt: DealtStep, loader: str) -> None:
-        """Warns once that this rank's batch normalization may have nothing to normalize by."""
-        if self._warned_of_single:
-            return
-        self._warned_of_single = True
-        _log.warning(
-            "loader %r: step %d of epoch %d has %d samples for %d ranks, so rank %d gets one. The model "
-            'has batch normalization, which raises "Expected more than 1 value per channel" where a '
-            "sample has one value per channel: use a global_batch_size of at least 2 samples for each "
-            "rank that may join, drop_last=True if only the last step is short, or SyncBatchNorm",
-            loader,
-            dealt.number,
-            dealt.epoch,
-            len(dealt.positions),
-            dealt.placement.world_size,
-            dealt.placement.rank,
+            consequence,
         )
 
     def _weight(self, batch: Any, block: Block) -> float:

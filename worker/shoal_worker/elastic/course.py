@@ -14,6 +14,7 @@ from typing import Any
 
 GRADIENTS = "sums gradients of a backward pass"
 FORWARD = "takes the model through a forward pass"
+EXTREMES = "agrees on buffers that hold minima and maxima"
 SUM = "sums the step's gradients"
 CLOSING = "ends the step (optimizer.step(), or train_step, clip_grad_norm_ and the like, which do it ahead)"
 BATCH = "ends the batch (it steps the last of all optimizers, or asks for the next batch)"

@@ -1,7 +1,9 @@
 """Compares what several ranks hold in common, and names what differs.
 
 Ranks drift apart when a script changes values on some of them alone, or when memory or arithmetic
-fails on one machine. They compare after every `consistency_check_every` steps. Digests of
+fails on one machine. They compare after every `consistency_check_every` steps, and before an update
+if a script has written to parameters or buffers on some ranks alone, as far as torch counts such
+writes or a few elements of each parameter show them. Digests of
 groups of tensors come first. Where those differ, ranks exchange digests of each tensor in the
 group, then of parts of the first tensor that differs, which tell one cause from the other.
 
@@ -79,13 +81,21 @@ def compare_after_step(held: HeldState, group: Group | None) -> str | None:
     if every == 0 or group is None or group.world_size == 1 or held.steps // every == before // every:
         return None
     try:
-        return _compare(held, group.exchange)
+        return _compare(held, held.engine.in_common(), group.exchange)
     except MembershipChanged:
         return None  # the step counts all the same; its end notices the failure
 
 
-def _compare(held: HeldState, exchange: Exchange) -> str | None:
-    in_common = held.engine.in_common()
+def compare_before_update(held: HeldState, whole: Mapping[str, Mapping[str, torch.Tensor]], group: Group) -> str | None:
+    """Compares what all ranks hold whole, in a step that all are about to apply. Returns as
+    `compare_after_step`."""
+    try:
+        return _compare(held, whole, group.exchange)
+    except MembershipChanged:
+        return None  # as after a step
+
+
+def _compare(held: HeldState, in_common: Mapping[str, Mapping[str, torch.Tensor]], exchange: Exchange) -> str | None:
     digests = {group: digest_of(tensors.values()) for group, tensors in in_common.items()}
     told: list[dict[str, Any]] = [json.loads(each) for each in exchange(json.dumps({"agreed": held.agreed, "digests": digests}).encode())]
     groups = [each["digests"] for each in told]

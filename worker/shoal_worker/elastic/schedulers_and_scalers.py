@@ -49,6 +49,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from shoal_worker.elastic.group_members import Memberships
 from shoal_worker.state.tree import flatten
+from shoal_worker.torch_internals import scales
 
 NAMES: Final[dict[type[Any], str]] = {LRScheduler: "scheduler", torch.amp.GradScaler: "scaler", AveragedModel: "averaged"}
 """What they are registered as, with a number."""
@@ -357,9 +358,14 @@ class RegisteredState:
         """The object registered under `name`."""
         return self._objects.get(name)
 
-    def loss_scale(self) -> float:
-        """What the registered GradScalers, if there are any, multiply the loss with now."""
-        return math.prod(float(value.get_scale()) for value in self._all.values() if hasattr(value, "get_scale"))
+    def loss_scale(self, scaler: str | None) -> float:
+        """What a registered GradScaler multiplies the loss by now. `scaler`: its name; empty: there is none, and None: all are meant."""
+        scalers = {name: value for name, value in self._all.items() if hasattr(value, "get_scale") and scaler in (None, name)}
+        return math.prod(float(value.get_scale()) for value in scalers.values())
+
+    def scaler_of(self, optimizer: object) -> str:
+        """Returns the name of the registered GradScaler that steps an optimizer; empty: none does."""
+        return next((name for name, value in self._all.items() if hasattr(value, "get_scale") and scales(value, optimizer)), "")
 
     def capture(self) -> dict[str, Any]:
         """The state of all objects."""

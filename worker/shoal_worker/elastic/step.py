@@ -74,12 +74,14 @@ def _digits(value: int, count: int) -> list[int]:
 _BORDER, _LOSS, _WEIGHT, _STOP, _LEAVING = range(5)
 """Places in a control word; see `Step.control_word`."""
 _OWN: Final = 5
-"""Numbers of a control word that are the step's own; the others say whether settings agree, and writes, and where the script stands."""
+"""Numbers of a control word that are the step's own; the others say whether settings agree, and
+writes in passes and between steps, and where the script stands."""
 _DIGEST: Final = 4
 """Numbers that say whether the ranks have the same digest: two digits of it, and their squares."""
 _SETTINGS: Final = _OWN
 _WRITES: Final = _SETTINGS + _DIGEST
-_PLACE: Final = _WRITES + _DIGEST
+_BETWEEN: Final = _WRITES + _DIGEST
+_PLACE: Final = _BETWEEN + _DIGEST
 CONTROL_LENGTH: Final = _PLACE + PLACE_WORD_LENGTH
 """Numbers in a control word. Summed over the ranks as float64, so whole numbers up to 2^53 are exact."""
 
@@ -144,6 +146,8 @@ class Step:
     """Why its gradients cannot be used, on all ranks alike: the script is told so instead of the update, until it clears them."""
     writes: int = 0
     """Digest of what the passes wrote to parameters; 0: nothing."""
+    written_between: int = 0
+    """Digest of what was written to parameters and buffers since the last step, outside of any; 0: nothing."""
     pushed: Sequence[int] | None = None
     """Numbers of the leased batches that count with it: those of its round, or none before that one's last step. None: its own alone."""
 
@@ -169,12 +173,13 @@ class Step:
 
     def control_word(self, *, border_wanted: bool, stop_told: bool, leaving: bool, settings: int, place: ScriptPosition) -> list[float]:
         """What this rank adds: a border is wanted; its loss times its weight; that weight, if it told a loss; it was told that the job
-        stops; it was asked to leave; digests of its optimizer's settings, and of what its passes wrote; where its script stands."""
+        stops; it was asked to leave; digests of its optimizer's settings, of what its passes wrote, and of what was
+        written between steps; where its script stands."""
         weight = 0.0
         if self.share is not None and self.loss is not None:
             weight = self.micro_batches_weight if self.in_micro_batches else self.share.weight
         loss = float(self.loss) * weight if self.loss is not None and weight > 0 else 0.0
-        digits = [*_digest_word(settings), *_digest_word(self.writes)]
+        digits = [*_digest_word(settings), *_digest_word(self.writes), *_digest_word(self.written_between)]
         own = (float(border_wanted), loss, weight, float(stop_told), float(leaving))
         return [*own, *digits, *place.word()]
 
@@ -236,6 +241,11 @@ class Step:
     def writes_agree(self) -> bool:
         """All ranks that took part wrote the same to the same parameters in their passes, or nothing."""
         return self._agree(_WRITES)
+
+    @property
+    def between_agrees(self) -> bool:
+        """All ranks that took part found the same written between steps, or nothing."""
+        return self._agree(_BETWEEN)
 
     def _agree(self, begins: int) -> bool:
         return self.control is None or agree([self.control[_PLACE], *self.control[begins : begins + _DIGEST]])

@@ -16,10 +16,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
 from shoal_common.failpoints import failpoint
 
@@ -40,7 +41,7 @@ from shoal_worker.elastic.loader_interface import (
 )
 from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.progress import ProgressMeter
-from shoal_worker.elastic.replicas_compared import compare_after_step, note_last_state
+from shoal_worker.elastic.replicas_compared import compare_after_step, compare_before_update, note_last_state
 from shoal_worker.elastic.return_to_checkpoint import ReturnToCheckpoint
 from shoal_worker.elastic.step import Step, StepPhase, not_finished
 from shoal_worker.metrics import WorkerMetrics
@@ -232,6 +233,8 @@ class StepLifecycle:
                 self._held.phase.fall_behind()
             step.left = True
             self.drop_partly_updated()
+        elif step is None:
+            self._held.registered.put_back_again()  # the batch of a lost step does not come again in this loop
 
     def loop_ended(self) -> None:
         """See `LoaderSession`."""
@@ -372,6 +375,8 @@ class StepLifecycle:
             raise settings_apart(self._held.registered.settings)
         if not step.writes_agree:
             raise self._held.engine.writes_apart()
+        if not step.between_agrees:
+            self.compare_before_update(self._held.engine.whole_everywhere())
         if step.refused is not None:
             raise step.refused
         self._apply(apply)
@@ -453,6 +458,17 @@ class StepLifecycle:
         group = self._borders.group
         if step.source is None and self._held.batches.due and self._compares_batches and group is not None:
             self._held.batches.compare(group, step.placement)
+
+    def compare_before_update(self, whole: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Before an update, if ranks differ in what was written between steps: they may hold the same
+        all the same. `whole`: what they hold. Raises PreconditionError (REPLICAS_DIVERGED), on all
+        ranks."""
+        group = self._borders.group
+        if group is None or group.world_size == 1 or self._held.engine.consistency_check_every == 0:
+            return
+        self.diverged = compare_before_update(self._held, whole, self._held.engine.working(group))
+        if self.diverged is not None:
+            raise self._divergence(self.diverged)
 
     def _compare_replicas(self) -> None:
         """After some steps. Raises PreconditionError (REPLICAS_DIVERGED), on all ranks."""

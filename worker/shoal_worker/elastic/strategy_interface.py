@@ -143,6 +143,11 @@ class TrainingEngine(Protocol):
         that hold them. Shares memory with the state."""
         ...
 
+    def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """Parameters and buffers, as committed, that every rank holds as a whole until an update:
+        tensors by name, in groups. Shares memory with the state."""
+        ...
+
     def check_optimizer_state(self) -> None:
         """Raises ConfigurationError (STATE_UNSUPPORTED), which names the parameter and the entry:
         the optimizer keeps something that cannot be sent to a rank that joins, or saved."""

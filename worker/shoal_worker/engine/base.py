@@ -29,6 +29,7 @@ from shoal_worker.elastic.loader_interface import Leases, StepStatus
 from shoal_worker.elastic.row_store import RowStore
 from shoal_worker.elastic.strategy_interface import StrategySession
 from shoal_worker.engine.buffers import give_memory, kept_buffers
+from shoal_worker.engine.extremes import find_extremes
 from shoal_worker.engine.hidden_parameters import blank_copies, inside, want_gradients
 from shoal_worker.engine.module_state import ModuleState, check_model_fits, check_state_can_travel, load_captured
 from shoal_worker.engine.optimizer_state import load_optimizer, strided_like
@@ -101,6 +102,8 @@ class Engine(abc.ABC):
         check_state_can_travel(setup.module, setup.strategy, whole=self.keeps_parameters_whole)
         self.least_samples = 2 if any(map(_normalizes_batches, setup.module.modules())) else 1
         """See `TrainingEngine`."""
+        self.extremes = find_extremes(setup.module)
+        """Buffers that hold minima and maxima."""
         self._setup = setup
         self._entry: Callable[..., Any] | None = None
         """A method of the module that the next pass goes through; None: `forward`."""
@@ -298,6 +301,9 @@ class Engine(abc.ABC):
         else:
             self.skip()
 
+    def note_scaler(self, name: str) -> None:
+        """The registered GradScaler of that name has stepped the optimizer in a step that counts; empty: none has."""
+
     def skip(self) -> None:
         """The step counts, but a GradScaler found its gradients unusable, on all ranks alike."""
 
@@ -462,6 +468,10 @@ class Engine(abc.ABC):
 
     def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Nothing that others hold."""
+        return {}
+
+    def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """Nothing that a script could write between steps."""
         return {}
 
     def check_optimizer_state(self) -> None:

@@ -8,8 +8,8 @@ steps does.
 Counters are int64, and stay exact: their changes are summed in float64, and one that is too large for that is refused. On a device
 that is found out without waiting for it, a step later. A count of steps changes alike on all ranks, and once; other changes are summed.
 
-All else that the state has (bool, other integers, complex numbers, what begins at infinity) must be changed alike on all ranks: a digest of
-it rides in the control word.
+Minima and maxima are in `extremes.py`. All else that the state has (bool, other integers, complex numbers, what is infinite in part) must
+be changed alike on all ranks: a digest of it rides in the control word.
 
 Buffers are found by where they hang, each time anew: modules also assign new tensors (`self.average = 0.9 * self.average + ...`).
 """
@@ -17,7 +17,7 @@ Buffers are found by where they hang, each time anew: modules also assign new te
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -25,6 +25,7 @@ import xxhash
 from shoal_common.errors import ConfigurationError
 from torch import nn
 
+from shoal_worker.engine.extremes import Extremes, Kind, follows_extremes
 from shoal_worker.engine.module_state import ModuleState
 from shoal_worker.engine.pass_writes import same
 from shoal_worker.state.digest import digest_of
@@ -43,14 +44,23 @@ _LARGEST_CHANGE: Final = 2.0**40
 class CommittedBuffers:
     """Owned by the training thread. Flat tensors hold the floating-point buffers first, then the counters."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, kinds: Mapping[str, Kind] | None = None) -> None:
+        """`kinds`: what `find_extremes` found at `as_distributed`."""
+        kinds = kinds or {}
+        extremes: list[tuple[str, nn.Module, str]] = []
+        followed: list[tuple[str, nn.Module, str]] = []
+        followers: list[nn.Module] = []
         persistent = {id(tensor) for tensor in ModuleState(module).tensors.values()}
         floats: list[tuple[nn.Module, str]] = []
         counters: list[tuple[nn.Module, str]] = []
         others: list[tuple[nn.Module, str]] = []
         statistics: list[tuple[str, nn.Module, str]] = []
+        self._counted: list[tuple[str, nn.Module, str]] = []
+        """Counters of the state."""
         self._exact: list[tuple[str, nn.Module, str]] = []
         """Buffers of the state that have neither a mean nor a sum."""
+        self._owners = [(prefix, owner, frozenset(owner._buffers)) for prefix, owner in module.named_modules()]
+        """All modules, and the names of the buffers that each had."""
         self._unset: list[tuple[str, nn.Module, str]] = []
         """Buffers of the state that are None."""
         seen = set()
@@ -62,12 +72,28 @@ class CommittedBuffers:
                     continue
                 seen.add(id(buffer))
                 saved, place = id(buffer) in persistent, (f"{prefix}.{name}" if prefix else name, owner, name)
+                if saved and (place[0] in kinds or follows_extremes(owner, name)):
+                    (extremes if place[0] in kinds else followed).append(place)
+                    followers.extend([owner] if follows_extremes(owner, name) else [])
+                    others.append((owner, name))
+                    continue
                 statistic = buffer.is_floating_point() and saved
                 if statistic:
                     statistics.append(place)
-                elif saved and buffer.dtype != torch.int64:
-                    self._exact.append(place)
+                elif saved:
+                    (self._counted if buffer.dtype == torch.int64 else self._exact).append(place)
                 (floats if statistic else counters if buffer.dtype == torch.int64 else others).append((owner, name))
+        self.extremes = Extremes(extremes, kinds, followers)
+        """Those that hold minima and maxima."""
+        self._saved = [*statistics, *self._counted, *self._exact, *extremes, *followed]
+        """All that the state has of them."""
+        self._noted: list[tuple[torch.Tensor | None, int]] = []
+        """Those, and torch's count of changes to each, as the last step was committed; empty: none was."""
+        self._between: dict[str, int] = {}
+        """Digests of those that were written since, as the step began, by name."""
+        self.between = 0
+        """Digest of what was written since the last step was committed; 0: nothing. A lost step does
+        not change it."""
         self._infinite = [each for each in statistics if _has_infinite(each[1]._buffers[each[2]])]
         """Floating-point ones that have infinite elements as committed: they began so, and may be finite once and for all."""
         self._marks: list[tuple[torch.Tensor | None, int]] = []
@@ -101,9 +127,64 @@ class CommittedBuffers:
         wide = any(buffer.dtype in (torch.float64, torch.int64) for buffer in self._committed[: self._counters.stop])
         return torch.float64 if wide else torch.float32
 
+    def step_begins(self) -> None:
+        """What they are now is what the step begins from, also what a script has set since the last one."""
+        if self._noted:
+            pairs = zip(self._saved, self._noted, _sight(self._saved), strict=True)
+            touched = [place for place, then, now in pairs if then[0] is not now[0] or then[1] != now[1]]
+            for path, owner, name in touched:
+                buffer = owner._buffers.get(name)
+                if buffer is not None and self._is_other(owner, name):
+                    self._between[path] = digest_of([buffer])
+            written = repr(sorted(self._between.items())).encode()
+            self.between = (xxhash.xxh3_64_intdigest(written) or 1) if self._between else 0
+        self.commit()
+
+    def step_committed(self) -> None:
+        """The step counts."""
+        self.extremes.write()
+        self._noted, self._between, self.between = _sight(self._saved), {}, 0
+        self.commit()
+
+    def replaced(self) -> None:
+        """They have taken another state's values."""
+        self._noted, self._between, self.between = [], {}, 0
+        self.commit()
+
+    def statistics(self) -> list[torch.Tensor]:
+        """Returns the floating-point ones of which ranks take the mean."""
+        return self._now()[self._floats]
+
+    def counters(self) -> dict[str, torch.Tensor]:
+        """Returns the counters that the state has, by name."""
+        return {path: buffer for path, owner, name in self._counted if (buffer := owner._buffers.get(name)) is not None}
+
+    def digest_of_alike(self) -> int:
+        """Returns a digest of those that must be alike on all ranks, as they are now."""
+        found = [owner._buffers.get(name) for _, owner, name in self._exact]
+        return digest_of([buffer for buffer in found if buffer is not None])
+
+    def kept(self) -> Callable[[], None]:
+        """Returns a call that makes those of the state again what they are now."""
+        places = [(owner, name, owner._buffers.get(name)) for _, owner, name in self._saved]
+        values = [None if buffer is None else buffer.clone() for _, _, buffer in places]
+
+        def put_back() -> None:
+            for (owner, name, buffer), value in zip(places, values, strict=True):
+                owner._buffers[name] = buffer
+                if buffer is not None and value is not None:
+                    buffer.data.copy_(value)
+
+        return put_back
+
+    def begun_from(self) -> dict[str, torch.Tensor]:
+        """Values that the step began from, of those that the state has, by name."""
+        return {repr(path): self._committed[self._places.index((owner, name))] for path, owner, name in self._saved}
+
     def commit(self) -> None:
         """What they are now is the committed state."""
         self._base = self._taken = self._within = None
+        self.extremes.begin()
         if not self._places:
             return
         now = self._now()
@@ -207,12 +288,16 @@ class CommittedBuffers:
 
     def exact_names(self) -> list[str]:
         """Returns the names of the buffers that have changed and must have changed alike on all ranks: bool, integers of other widths than
-        int64, complex ones, and floating-point ones with elements that were infinite as committed."""
+        int64, complex ones, and floating-point ones with elements that were infinite as committed, others not."""
         now = _sight(self._exact)
         pairs = zip(self._exact, self._marks, now, strict=True)
         touched = [place for place, then, here in pairs if then[0] is not here[0] or then[1] != here[1]]
         changed = {path for path, owner, name in touched if self._is_other(owner, name)}
         return sorted(changed | {path for path, _, _ in self._infinite})
+
+    def alike_names(self) -> list[str]:
+        """Returns the names of all that must be alike on all ranks."""
+        return [path for path, _, _ in self._exact]
 
     def _is_other(self, owner: nn.Module, name: str) -> bool:
         """A buffer does not hold what was committed. Ranks may differ in what they write anew."""
@@ -222,6 +307,7 @@ class CommittedBuffers:
 
     def exact_digest(self) -> int:
         """Returns a digest of what the passes made of those; 0: nothing has changed."""
+        self.refuse_new()
         for path, owner, name in self._unset:
             if owner._buffers.get(name) is not None:
                 raise ConfigurationError(
@@ -231,9 +317,24 @@ class CommittedBuffers:
                 )
         return self._digest_of_exact() if self._within is None else self._within
 
+    def refuse_new(self) -> None:
+        """Raises ConfigurationError: a module has a buffer of the state that it had not at `as_distributed`."""
+        for prefix, owner, names in self._owners:
+            if len(owner._buffers) == len(names):
+                continue
+            for name, buffer in owner._buffers.items():
+                if name not in names and buffer is not None and name not in owner._non_persistent_buffers_set:
+                    raise ConfigurationError(
+                        f"buffer {f'{prefix}.{name}' if prefix else name!r} was registered after as_distributed (in forward(), say), so "
+                        "that ranks do not know it, and each would keep its own. Register it before, with a value of its shape, or with "
+                        "persistent=False",
+                        reason="BUFFERS_DIFFER",
+                    )
+
     def micro_batch_ends(self) -> None:
         """The passes of a micro-batch that counts are over. Raises ConfigurationError: those that must change alike were changed in another
         way by the first one."""
+        self.extremes.micro_batch_ends()
         found = self._digest_of_exact()
         if self._within is not None and found != self._within:
             raise self.apart()
@@ -245,16 +346,15 @@ class CommittedBuffers:
         tensors = [tensor for tensor in changed if tensor is not None]
         return (xxhash.xxh3_64_intdigest(f"{sorted(names)}{digest_of(tensors)}".encode()) or 1) if tensors else 0
 
-    def apart(self) -> ConfigurationError:
-        """The error for buffers of which ranks, or micro-batches, made different values."""
-        names = self.exact_names()
+    def apart(self, names: Sequence[str] | None = None) -> ConfigurationError:
+        """The error for buffers of which ranks, or micro-batches, made different values. `names`: those that may be."""
+        names = self.exact_names() if names is None else names
         what = f"buffers {names[:3]} were changed" if names else "another rank changed a buffer"
         return ConfigurationError(
             f"{what} in a step, and not to the same values on all ranks and in all micro-batches; what each made of its own samples has no "
-            "mean and no sum: bool, integers of another width than int64, complex numbers, and what begins at infinity (observers of "
-            "quantization-aware training do: pass a batch through the model before as_distributed, and it is finite). Compute it from "
-            "the whole batch (shoal.whole_batch(x)), count in int64, whose changes are summed, keep averages in floating point, or keep "
-            "it out of the state (persistent=False)",
+            "mean and no sum: bool, integers of another width than int64, complex numbers, and floating-point buffers of which some "
+            "elements are infinite and others not. Compute it from the whole batch (shoal.whole_batch(x)), count in int64, whose changes "
+            "are summed, keep averages in floating point, or keep it out of the state (persistent=False)",
             reason="BUFFERS_DIFFER",
         )
 

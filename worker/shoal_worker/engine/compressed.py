@@ -45,6 +45,10 @@ class GradientCompression:
         """Elements of each bucket."""
         self._units = 1.0
         """What a gradient of 1 counts in the residuals: a GradScaler's scale, times the weight that sums are divided by afterwards."""
+        self._divisor = 1.0
+        """That weight."""
+        self._scaler: str | None = None
+        """Name of the GradScaler that steps this model's optimizer; empty: none does, and None: that is not known yet."""
 
     # ------------------------------------------------------------------------------------------------------------- sending
 
@@ -61,10 +65,18 @@ class GradientCompression:
 
     def weigh(self, divisor: float) -> None:
         """Before a step's first bucket: gradients are given in sums that are divided by `divisor` afterwards."""
-        units = self._session.registered.loss_scale() * divisor
+        self._divisor = divisor
+        units = self._session.registered.loss_scale(self._scaler) * divisor
         if units != self._units and math.isfinite(units) and units > 0:
             self._reduction.rescale(units / self._units)
             self._units = units
+
+    def note_scaler(self, name: str) -> None:
+        """The GradScaler of that name has stepped this model's optimizer; empty: none has. Until then all that are registered are taken
+        to scale its loss."""
+        if name != self._scaler:
+            self._scaler = name
+            self._units = self._session.registered.loss_scale(name) * self._divisor
 
     def start(self, group: Group, bucket: torch.Tensor, kind: str, number: int, shapes: Sequence[Sequence[int]]) -> Reduction:
         """Begins to sum a bucket over the group's ranks, in place. `shapes`: of the tensors in it, in memory order.
@@ -116,7 +128,7 @@ class GradientCompression:
 
     def capture(self) -> dict[str, Any]:
         """What is the same on all ranks, for peers."""
-        return {"steps": self._session.steps, "shared": _nested(self._reduction.shared_state_dict())}
+        return {"steps": self._session.steps, "shared": _nested(self._reduction.shared_state_dict()), "scaler": self._scaler}
 
     def assemble(self, channel: Channel) -> dict[str, Any]:
         """For checkpoints: with every rank's residuals, on the channel's first rank. Bucket by bucket, so that no rank has all at once but
@@ -164,6 +176,7 @@ class GradientCompression:
         """
         self._reduction.rollback()
         if state is not None:
+            self._scaler = state.get("scaler")
             self._reduction.load_shared_state_dict(_flat(state["shared"]))
         if state is None or "ranks" in state:
             self._take_saved(state or {"ranks": {}, "units": 1.0, "layouts": {}})

@@ -197,6 +197,8 @@ class ModelSession:
             raise settings_apart(self._session.registered.settings)
         if not own.writes_agree:
             raise self.engine.writes_apart()
+        if not own.between_agrees:
+            self._session.lifecycle.compare_before_update(self.engine.whole_everywhere())
 
     @property
     def told_loss(self) -> SupportsFloat | None:

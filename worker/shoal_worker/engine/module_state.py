@@ -18,6 +18,7 @@ import torch
 from shoal_common.errors import ConfigurationError, CorruptDataError
 from torch import nn
 
+from shoal_worker.engine.extremes import follows_extremes
 from shoal_worker.engine.hidden_parameters import inside
 from shoal_worker.state.tree import flatten
 
@@ -138,7 +139,7 @@ def check_model_fits(values: Mapping[str, Any], module: nn.Module, shapes: Mappi
     differing += [
         key
         for key, shape in shapes.items()
-        if shape is not None and key in values and not _takes(state.tensors.get(key), shape, values[key])
+        if shape is not None and key in values and not _takes(module, key, state.tensors.get(key), shape, values[key])
     ]
     if differing:
         raise CorruptDataError(
@@ -148,10 +149,14 @@ def check_model_fits(values: Mapping[str, Any], module: nn.Module, shapes: Mappi
         )
 
 
-def _takes(own: torch.Tensor | None, shape: torch.Size, value: Any) -> bool:
+def _takes(module: nn.Module, key: str, own: torch.Tensor | None, shape: torch.Size, value: Any) -> bool:
     if not isinstance(value, torch.Tensor):
         return False
-    return value.shape == shape or (own is not None and not isinstance(own, nn.Parameter) and shape.numel() == 0)
+    if value.shape == shape:
+        return True
+    owner, name = _owner(module, key)
+    sized_late = shape.numel() == 0 or (owner is not None and follows_extremes(owner, name))
+    return own is not None and not isinstance(own, nn.Parameter) and sized_late
 
 
 def _owner(module: nn.Module, key: str) -> tuple[nn.Module | None, str]:
@@ -191,5 +196,5 @@ def _buffers_to_make(module: nn.Module, values: Mapping[str, Any]) -> Iterator[t
         if owner is None or name not in owner._buffers:
             continue
         own = owner._buffers[name]
-        if own is None or (own.numel() == 0 and own.shape != value.shape):
+        if own is None or (own.shape != value.shape and (own.numel() == 0 or follows_extremes(owner, name))):
             yield owner, name, value

@@ -5,15 +5,20 @@ A step that is lost is done again, so all of it is put back. Parameters that are
 batch, clipping of weights) have to be written alike on all ranks: a digest of them rides in the control word. Where ranks hold parts of
 parameters, or copies of such parts, what a pass writes would be lost, and is refused.
 
-Writes are found by torch's count of changes in place and by where a parameter's memory is. Those by way of `.data` are not counted: in the
-first step that a process takes, digests find them. From the first write on a copy is kept of a parameter that is written. Until then
-there is none, unless the model is small, and a lost step that wrote cannot be undone, which raises an error.
+Writes are found by torch's count of changes in place and by where a parameter's memory is. Writes
+by way of `.data` are not counted: digests find them in the first step that a process takes, and
+afterwards a few elements of each parameter do, on the host. From the first write on a copy is kept
+of a parameter that is written. Until then there is none, unless the model is small, and a lost step
+that wrote cannot be undone, which raises an error.
+
+What a script writes between two steps has a digest of its own in the control word. Where ranks
+differ in it, they compare all parameters before the step is applied.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -26,6 +31,8 @@ from shoal_worker.state.digest import digest_of
 
 _SMALL: Final = 1 << 26
 """Bytes of a model of which copies are kept in the first step."""
+_SAMPLED: Final = 8
+"""Elements of each parameter that are looked at for writes that torch does not count."""
 _NUMBERS: Final = frozenset({int, float})
 _TENSORS: Final = frozenset({torch.Tensor})
 
@@ -33,8 +40,17 @@ _TENSORS: Final = frozenset({torch.Tensor})
 class WrittenParameters:
     """The parameters that were written since the step began. The training thread owns it."""
 
-    def __init__(self, parameters: Iterable[tuple[str, torch.Tensor]], strategy: str, *, stay: bool = True, compared: bool = True) -> None:
-        """`stay`: nobody but the script gives a parameter other memory. `compared`: values are there between passes, to be compared."""
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, torch.Tensor]],
+        strategy: str,
+        *,
+        stay: bool = True,
+        compared: bool = True,
+        whole: bool = False,
+    ) -> None:
+        """`stay`: nobody but the script gives a parameter other memory. `compared`: values are there
+        between passes, to be compared. `whole`: every rank has all of them, between steps, too."""
         self._stay = stay
         self._named = [(name, parameter) for name, parameter in parameters if not parameter.is_meta]
         self._strategy = strategy
@@ -53,6 +69,14 @@ class WrittenParameters:
         self._first = compared
         self._within: int | None = None
         """Digest of what the first micro-batch of the step wrote."""
+        self._elements = SampledElements([parameter for _, parameter in self._named]) if whole else None
+        self._sampled: torch.Tensor | None = None
+        """Some elements of each parameter, as the step began."""
+        self._committed: tuple[list[tuple[int, int]], torch.Tensor | None] | None = None
+        """What was seen of parameters as the last step was committed; None: none was, of this state."""
+        self.between = 0
+        """Digest of what was written since the last step was committed; 0: nothing. A lost step does
+        not change it."""
 
     @property
     def known(self) -> list[str]:
@@ -69,6 +93,7 @@ class WrittenParameters:
     def begin(self) -> None:
         """A step begins."""
         named, wanted = self._named, self._watched
+        self._look_between_steps()
         self._within, self._digests, self._written = None, [], []
         self._updating = False
         if self._first:
@@ -82,13 +107,43 @@ class WrittenParameters:
                 self._copies[index].copy_(value)
             else:
                 self._copies[index] = value.clone()
-        self._seen = self._sight()
+        self._seen, self._sampled = self._sight(), self._sample()
+
+    def _look_between_steps(self) -> None:
+        """Digests what was written since the last commit, if one is known."""
+        if self._committed is None:
+            return
+        seen, sampled = self._committed
+        now, elements = self._sight(), self._sample()
+        if now == seen and _equal(elements, sampled):
+            self.between = 0
+            return
+        changed = {index for index, (before, after) in enumerate(zip(seen, now, strict=True)) if before != after}
+        changed |= self._sampled_otherwise(sampled, elements)
+        self.between = 0
+        if not changed:
+            return
+        with inside():
+            digests = {self._named[index][0]: digest_of([self._named[index][1].detach()]) for index in sorted(changed)}
+        self.between = xxhash.xxh3_64_intdigest(repr(digests).encode()) or 1
 
     def _sight(self) -> list[tuple[int, int]]:
         with inside():
             if self._stay:
                 return [(parameter._version, parameter.data_ptr()) for _, parameter in self._named]
             return [(parameter._version, 0) for _, parameter in self._named]
+
+    def _sample(self) -> torch.Tensor | None:
+        if self._elements is None:
+            return None
+        with inside():
+            return self._elements.take()
+
+    def _sampled_otherwise(self, before: torch.Tensor | None, now: torch.Tensor | None) -> set[int]:
+        """Indices of parameters of which an element differs; none if they cannot be compared."""
+        if before is None or now is None or self._elements is None or before.shape != now.shape:
+            return set()
+        return self._elements.owners(~((before == now) | (before.isnan() & now.isnan())))
 
     def _changed(self) -> list[int]:
         """Returns the indices of those that were written; where the values before are known, only
@@ -97,10 +152,11 @@ class WrittenParameters:
             return self._written
         if not self._seen:
             return []
-        now = self._sight()
-        if not self._copies and not self._digests and now == self._seen:
+        now, elements = self._sight(), self._sample()
+        if not self._copies and not self._digests and now == self._seen and _equal(elements, self._sampled):
             return []
         changed = {index for index, (before, after) in enumerate(zip(self._seen, now, strict=True)) if before != after}
+        changed |= self._sampled_otherwise(self._sampled, elements)
         for index, (_, parameter) in enumerate(self._named):
             if index in self._copies:
                 written = not same(parameter.detach(), self._copies[index])
@@ -160,7 +216,7 @@ class WrittenParameters:
         """Makes them again what they were when the step began. Raises PreconditionError: that is not known."""
         changed, self._first = self._changed(), False
         self._write_back(changed)
-        self._seen, self._updating = [], False
+        self._seen, self._updating, self._committed = [], False, None
 
     def _write_back(self, changed: list[int]) -> None:
         lacking = [self._named[index][0] for index in changed if index not in self._copies]
@@ -172,17 +228,73 @@ class WrittenParameters:
             )
         for index in changed:
             self._named[index][1].data.copy_(self._copies[index])
-        self._seen = self._sight()
+        self._seen, self._sampled = self._sight(), self._sample()
 
     def commit(self) -> None:
         """The step counts, and with it what was written when its digest was asked for: of that copies are kept from here on."""
         self._watched |= set(self._written)
         self.forget()
+        self._committed, self.between = (self._sight(), self._sample()), 0
 
     def forget(self) -> None:
         """What parameters are now is what a step begins from."""
         self._first, self._digests, self._seen = False, [], []
         self._updating = False
+
+    def replaced(self) -> None:
+        """Parameters have taken another state's values."""
+        self.forget()
+        self._committed, self.between = None, 0
+
+    @torch.no_grad()
+    def moving(self) -> None:
+        """Parameters are about to be given other memory."""
+        self._look_between_steps()
+        self._committed = None
+
+
+class SampledElements:
+    """A few elements of each tensor on the host. Reading them all is one operation of torch's."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._addresses: list[int] = []
+        self._views: list[torch.Tensor] = []
+        self._owners: list[int] = []
+        """Index of the tensor of each element."""
+
+    def take(self) -> torch.Tensor:
+        """Returns a copy of the elements, in one dtype."""
+        addresses = [tensor.data_ptr() for tensor in self._tensors]
+        if addresses != self._addresses:
+            self._addresses, self._views, self._owners = addresses, [], []
+            for index, tensor in enumerate(self._tensors):
+                view = some_of(tensor)
+                self._views.append(view)
+                self._owners.extend([index] * view.numel())
+        return torch.cat(self._views) if self._views else torch.empty(0)
+
+    def owners(self, marked: torch.Tensor) -> set[int]:
+        """Indices of tensors that have one of the marked elements."""
+        return {self._owners[place] for place in marked.nonzero().view(-1).tolist()}
+
+
+def some_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A flat view of a few elements of a tensor of the host's, spread over its first dimension or,
+    where it is contiguous, over all."""
+    tensor = tensor.detach()
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
+        return torch.empty(0)
+    if tensor.is_contiguous():
+        tensor = tensor.view(-1)
+    while tensor.dim() > 1:
+        tensor = tensor.select(-1, 0)
+    tensor = tensor.view(-1) if not tensor.dim() else tensor
+    return tensor[:: max(1, -(-tensor.numel() // _SAMPLED))]
+
+
+def _equal(tensor: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return tensor is other or (tensor is not None and other is not None and torch.equal(tensor, other))
 
 
 def written_in_vain(name: str, strategy: str) -> ConfigurationError:

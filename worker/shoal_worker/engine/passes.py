@@ -111,10 +111,20 @@ def _items_of(one: Any) -> Iterable[Any] | None:
 
 
 def _attributes_of(one: Any) -> Iterable[Any]:
-    slotted = [kind.__dict__["__slots__"] for kind in type(one).__mro__ if "__slots__" in kind.__dict__]
-    slots = [name for names in slotted for name in ([names] if isinstance(names, str) else names)]
+    slots = [
+        _mangled(name, kind)
+        for kind in type(one).__mro__
+        if (names := kind.__dict__.get("__slots__")) is not None
+        for name in ([names] if isinstance(names, str) else names)
+    ]
     attributes = (name for name in slots if name not in ("__dict__", "__weakref__") and hasattr(one, name))
     return [*getattr(one, "__dict__", {}).values(), *(getattr(one, name) for name in attributes)]
+
+
+def _mangled(name: str, kind: type) -> str:
+    """Returns the name under which instances have a slot: Python adds the class to private names."""
+    private = name.startswith("__") and not name.endswith("__")
+    return f"_{kind.__name__.lstrip('_')}{name}" if private and kind.__name__.strip("_") else name
 
 
 _WITHOUT_TENSORS: Final = (

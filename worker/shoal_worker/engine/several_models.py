@@ -157,6 +157,9 @@ class SeveralEngines:
         told = enumerate(engine.in_common() for engine in self._engines)
         return {f"{label}, of model {number}": tensors for number, each in told for label, tensors in each.items()}
 
+    def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        return {}  # each model's own step compares what is its
+
     def check_optimizer_state(self) -> None:
         for engine in self._engines:
             engine.check_optimizer_state()

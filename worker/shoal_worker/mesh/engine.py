@@ -22,7 +22,7 @@ from shoal_common.failpoints import failpoint
 from torch import nn
 
 from shoal_worker.elastic.channel import Channel, LocalChannel
-from shoal_worker.elastic.course import CLOSING, SUM
+from shoal_worker.elastic.course import CLOSING, EXTREMES, SUM
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.loader_interface import Share, StepStatus
 from shoal_worker.elastic.step import CONTROL_LENGTH, Step
@@ -32,7 +32,7 @@ from shoal_worker.engine.hidden_parameters import gradient_of, guard_parts, refu
 from shoal_worker.engine.module_state import ModuleState
 from shoal_worker.engine.parameters import take_unsaved
 from shoal_worker.engine.partitioned import Closing
-from shoal_worker.engine.pass_writes import ModuleAttributes, WrittenParameters
+from shoal_worker.engine.pass_writes import ModuleAttributes, WrittenParameters, joined
 from shoal_worker.engine.tentative_update import TentativeUpdate
 from shoal_worker.mesh.data_axis import Replicated
 from shoal_worker.mesh.gradients import MeshGradients
@@ -63,6 +63,9 @@ class MeshEngine(MeshPasses):
     def _make_state(self) -> ModelParts:
         refuse_loading(self.module)
         self._writes: list[WrittenParameters] = []
+        self._piece_writes = WrittenParameters((), self.strategy)
+        """Writes to the pieces that `_writes_of` has laid out."""
+        self._writes_of: RankMesh | None = None
         self._attributes = ModuleAttributes(self.module, numbers=False)
         self._looked = False
         """A step of this process was looked through for writes by way of `.data`."""
@@ -124,12 +127,15 @@ class MeshEngine(MeshPasses):
                 "optimizer": self.optimizer.state_dict() if self.optimizer is not None else None,
             }
             unsaved = self._held.unsaved() if self._parts is not None else {}
-            return own | {"applied": self._applied} | ({"buffers": unsaved} if unsaved else {})
-        return {"unsaved": self._held.unsaved(), "settings": self._held.settings, "applied": self._applied}
+            return own | {"applied": self._applied, "extremes": dict(self.extremes)} | ({"buffers": unsaved} if unsaved else {})
+        return {"unsaved": self._held.unsaved(), "settings": self._held.settings, "applied": self._applied} | {
+            "extremes": dict(self.extremes)
+        }
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `TrainingEngine`."""
+        self.extremes |= state.get("extremes", {})
         self._give_values(state)
         held = self._held
         if "model" in state:
@@ -151,7 +157,9 @@ class MeshEngine(MeshPasses):
             self._applied = state["applied"]
         take_unsaved(self.module, state.get("buffers" if "model" in state else "unsaved", {}))
         self._attributes.forget()
-        self._commit_buffers()
+        self._piece_writes.replaced()
+        if self._mesh is not None:
+            self._mesh.buffers.replaced()
 
     def _hand_out(self, closing: Closing) -> None:
         self._held.hidden.show_gradients()
@@ -215,7 +223,7 @@ class MeshEngine(MeshPasses):
         mesh = RankMesh(group, axes, self._session, self._plan.sharding) if at is not None else None
         if mesh is not None:
             self._release()
-            mesh.lay_out(held, taken, averages=self.config.loss_reduction == "mean")
+            mesh.lay_out(held, taken, averages=self.config.loss_reduction == "mean", extremes=self.extremes)
             self._mesh = mesh
         if gathered:
             group.exchange(b"")  # all have theirs: what a spare holds is needed until then
@@ -275,12 +283,7 @@ class MeshEngine(MeshPasses):
             mesh.seed_step()
         self._writes = [
             WrittenParameters(self._held.parameters.items(), self.strategy, stay=False, compared=False),
-            WrittenParameters(
-                self._held.pieces.items(),
-                self.strategy,
-                stay=False,
-                compared=not self._looked and isinstance(self._held.data_axis, Replicated),
-            ),
+            self._writes_to_pieces(mesh),
         ]
         for writes in self._writes:
             writes.begin()
@@ -323,7 +326,10 @@ class MeshEngine(MeshPasses):
             if step.lost is not None:
                 return
             failpoint("reduction.completed")
+            self._agree_on_extremes(mesh, step, share)
             step.writes = self._digest_of_buffers(mesh)
+            if mesh.cut.axes.pipeline == 1:  # else ranks of other stages have others
+                step.written_between = joined(self._piece_writes.between, mesh.buffers.between)
             session.seal_step()
             failpoint("sharded.sealed")
             norm = mesh.gradients.squared_norm()
@@ -337,6 +343,34 @@ class MeshEngine(MeshPasses):
         if issued:
             IssuedCollectives.check(issued, self.strategy)
         self._close(Closing(number=self._applied + 1, squared_norm=norm, divisor=mesh.gradients.divisor), word)
+
+    def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """See `TrainingEngine`: parameters that are not split, and buffers; no stages have the same."""
+        mesh, held = self._mesh, self._held
+        if mesh is None or mesh.cut.axes.pipeline > 1:
+            return {}
+        unsplit = {}
+        if isinstance(held.data_axis, Replicated):
+            unsplit = {repr(name): piece.detach() for name, piece in held.pieces.items() if held.parameters[name] is piece}
+        return {"the parameters": unsplit, "the buffers": mesh.buffers.begun_from()}
+
+    def _writes_to_pieces(self, mesh: RankMesh) -> WrittenParameters:
+        """Those of the ranks as they are divided now."""
+        if self._writes_of is not mesh:
+            replicated = isinstance(self._held.data_axis, Replicated)
+            compared, whole = replicated and not self._looked, replicated and mesh.cut.axes.pipeline == 1
+            pieces = self._held.pieces.items()
+            self._piece_writes = WrittenParameters(pieces, self.strategy, stay=False, compared=compared, whole=whole)
+            self._writes_of = mesh
+        return self._piece_writes
+
+    def _agree_on_extremes(self, mesh: RankMesh, step: Step, share: Share) -> None:
+        """With the ranks that hold the same. Raises MembershipChanged."""
+        extremes = mesh.buffers.extremes
+        if extremes:
+            extremes.refuse_other_shapes(self.strategy)
+            step.issues(EXTREMES)
+            extremes.agree(mesh.replicas.exchange(extremes.made(counted=not step.in_micro_batches and share.weight > 0)))
 
     def _digest_of_buffers(self, mesh: RankMesh) -> int:
         digest = mesh.buffers.exact_digest()
@@ -383,7 +417,8 @@ class MeshEngine(MeshPasses):
         """See `TrainingEngine`."""
         mesh = self._laid_out
         mesh.buffers.apply(mesh.gradients.changes)
-        mesh.buffers.commit()
+        mesh.buffers.step_committed()
+        self._piece_writes.commit()
         self._looked, self._in_passes = True, False
         with self._held.hidden.carrying():
             mesh.forget()

@@ -20,6 +20,7 @@ from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.step import Step
 from shoal_worker.elastic.strategy_interface import StrategySession
 from shoal_worker.engine.buffers import CommittedBuffers
+from shoal_worker.engine.extremes import Kind
 from shoal_worker.engine.failed_collectives import come_after
 from shoal_worker.engine.hidden_parameters import drop_gradient
 from shoal_worker.mesh.data_axis import InShards
@@ -100,14 +101,14 @@ class RankMesh:
             torch.manual_seed(drawn if line is None else line.all_gather_integers([drawn])[0][0])
             yield
 
-    def lay_out(self, parts: ModelParts, taken: Sequence[WholeTensor], *, averages: bool) -> None:
-        """Cuts the model for it; see `ModelParts.lay_out`. `averages`: see `MeshGradients`."""
+    def lay_out(self, parts: ModelParts, taken: Sequence[WholeTensor], *, averages: bool, extremes: Mapping[str, Kind]) -> None:
+        """Cuts the model for it; see `ModelParts.lay_out`. `averages`: see `MeshGradients`. `extremes`: see `CommittedBuffers`."""
         before = parts.data_axis.execution
         parts.lay_out(self.cut, self.tensor_mesh, taken, self._shard)
         blueprint = parts.blueprint
         assert blueprint is not None
         self._parts = parts
-        self.buffers = CommittedBuffers(parts.module)
+        self.buffers = CommittedBuffers(parts.module, extremes)
         self.gradients = parts.data_axis.gradients(
             counts=parts.counts,
             first=self.cut.at.data == 0,
@@ -157,7 +158,7 @@ class RankMesh:
         """Step number `number` of this model."""
         self.forget()
         self.gradients.begin()
-        self.buffers.commit()
+        self.buffers.step_begins()
         if self.execution is not None:
             self.execution.begin_step(number)
 
@@ -194,9 +195,11 @@ class RankMesh:
             return
         if moment == "before":
             self.buffers.put_back()
-        elif self.buffers.size:
+        elif self.buffers.size or self.buffers.extremes:
             weight = self._micro_batches[index].weight
             self._weighed_changes += self.buffers.changes(self._weighed_changes, weight, weight)
+            if weight > 0:
+                self.buffers.extremes.micro_batch_ends()
 
     def add(self, weight: float) -> None:
         """What the passes since the last time have left weighs so much.

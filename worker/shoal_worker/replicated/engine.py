@@ -18,11 +18,11 @@ from shoal_common.failpoints import failpoint
 from torch import nn
 
 from shoal_worker.elastic.channel import Channel
-from shoal_worker.elastic.course import CLOSING
+from shoal_worker.elastic.course import CLOSING, EXTREMES
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.loader_interface import StepStatus
 from shoal_worker.elastic.row_store import RowStore
-from shoal_worker.elastic.step import StepPhase
+from shoal_worker.elastic.step import Step, StepPhase
 from shoal_worker.elastic.strategy_interface import BUFFERS
 from shoal_worker.elastic.told_loss import read_later
 from shoal_worker.engine.base import Engine, Setup
@@ -77,12 +77,12 @@ class ReplicatedEngine(Engine):
         check_shaped(self.module)
         check_trains(self.module)
         synchronize_norms(self.module, self._session, sums=self.config.loss_reduction == "sum")
-        self._step_buffers = CommittedBuffers(self.module)
+        self._step_buffers = CommittedBuffers(self.module, self.extremes)
         self._members = ModuleMembers(self.module)
         self._find_members()
 
     def _find_members(self) -> None:
-        self._writes = WrittenParameters(self.module.named_parameters(), self.strategy)
+        self._writes = WrittenParameters(self.module.named_parameters(), self.strategy, whole=True)
         self._attributes = ModuleAttributes(self.module)
 
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -191,6 +191,8 @@ class ReplicatedEngine(Engine):
             captured["tables"] = known
         if written := self._writes.known:
             captured["written"] = written
+        if self.extremes:
+            captured["extremes"] = dict(self.extremes)
         buffers = unsaved_buffers(self.module)
         return captured | {"buffers": buffers} if buffers else captured
 
@@ -211,6 +213,8 @@ class ReplicatedEngine(Engine):
         if not self.has_values():
             materialize(self.module, self.optimizer, self._session.device, buffers=state.get("buffers"))
             self._members = ModuleMembers(self.module)
+            self.extremes |= state.get("extremes", {})
+            self._step_buffers = CommittedBuffers(self.module, self.extremes)
             self._find_members()
         load_captured(self.module, state["model"])
         take_unsaved(self.module, state.get("buffers", {}))
@@ -222,9 +226,9 @@ class ReplicatedEngine(Engine):
             self._compression.restore(state.get("compression"))
         if self._tables is not None:
             self._tables.restore(state.get("tables"))
-        self._step_buffers.commit()
+        self._step_buffers.replaced()
         self._writes.watch(state.get("written", ()))
-        self._writes.forget()
+        self._writes.replaced()
         self._attributes.forget()
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -241,6 +245,11 @@ class ReplicatedEngine(Engine):
         buffers = {name: model.pop(name) for name, tensor in [*model.items()] if not isinstance(tensor, nn.Parameter)}
         return {"the model": model, BUFFERS: buffers, "the optimizer's state": moments}
 
+    def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """See `TrainingEngine`: all of the model."""
+        parameters = {repr(name): parameter.detach() for name, parameter in self.module.named_parameters()}
+        return {"the parameters": parameters, "the buffers": self._step_buffers.begun_from()}
+
     def has_values(self) -> bool:
         """See `TrainingEngine`."""
         return has_values(self.module)
@@ -248,7 +257,7 @@ class ReplicatedEngine(Engine):
     @torch.no_grad()
     def step_begins(self) -> None:
         """See `TrainingEngine`. What the user did to buffers between two steps is a part of what a redo starts from."""
-        self._step_buffers.commit()
+        self._step_buffers.step_begins()
         self._skipped = False
         if self._setup.several:  # what another model's passes have left here is not of this step
             for parameter in self.module.parameters():
@@ -269,6 +278,11 @@ class ReplicatedEngine(Engine):
         """See `Engine`."""
         self._writes.update_begins()
         return super().apply_tentatively(apply)
+
+    def note_scaler(self, name: str) -> None:
+        """See `Engine`."""
+        if self._compression is not None:
+            self._compression.note_scaler(name)
 
     def writes_apart(self) -> ShoalError:
         """See `TrainingEngine`."""
@@ -317,8 +331,10 @@ class ReplicatedEngine(Engine):
         step, group = session.step, session.group
         if step is None or step.phase is not StepPhase.SEALED or step.lost is not None:
             return
-        step.writes = self._digest_of_writes()
+        step.writes, step.written_between = self._digest_of_writes(), self._digest_between()
         control = session.control_word()
+        if not self._agree_on_extremes(step):
+            return
         if session.elastic:
             step.issues(CLOSING)
             with LosingStep(self._session) as closing:
@@ -332,6 +348,24 @@ class ReplicatedEngine(Engine):
 
     def _digest_of_writes(self) -> int:
         return joined(self._writes.digest(), self._step_buffers.exact_digest())
+
+    def _counts(self, step: Step) -> bool:
+        """What the passes of a plain batch have left is this rank's own."""
+        return not step.in_micro_batches and step.share is not None and step.share.weight > 0
+
+    def _agree_on_extremes(self, step: Step) -> bool:
+        """False: the step is lost."""
+        extremes, group = self._step_buffers.extremes, self._session.group
+        if not extremes:
+            return True
+        made = extremes.made(counted=self._counts(step))
+        step.issues(EXTREMES)
+        with LosingStep(self._session) as agreeing:
+            extremes.agree(group.exchange(made) if group is not None else [made])
+        return not agreeing.failed
+
+    def _digest_between(self) -> int:
+        return joined(self._writes.between, self._step_buffers.between)
 
     @torch.no_grad()
     def _sum_closing(self, group: Group, control: list[float]) -> list[float]:
@@ -410,6 +444,7 @@ class ReplicatedEngine(Engine):
         if self._tables is not None:
             self._tables.commit()
         self._writes.commit()
+        self._step_buffers.step_committed()
         self._note_uncleared()
 
     def _undo_writes(self) -> None:

@@ -19,12 +19,11 @@ from typing import Any
 import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
 from shoal_common.failpoints import failpoint
-from torch import nn
 
 from shoal_worker.elastic.channel import Channel, LocalChannel
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.loader_interface import StepStatus
-from shoal_worker.elastic.step import StepPhase
+from shoal_worker.elastic.step import Step, StepPhase
 from shoal_worker.elastic.strategy_interface import BUFFERS
 from shoal_worker.elastic.told_loss import read_later
 from shoal_worker.engine.base import Setup
@@ -39,7 +38,9 @@ from shoal_worker.replicated.rounds import (
     OuterMomentum,
     Round,
     RoundOptions,
+    Tell,
     adding,
+    agreed_counts,
     check_configuration,
     mean_optimizer_state,
     weighted_mean,
@@ -169,6 +170,8 @@ class LocalSGDEngine(ReplicatedEngine):
         if self._in_micro_batches and not self._reduced:
             self._reduce_what_is_left()
             self._reduced = True
+        if not self._averaging:
+            self._step_buffers.extremes.agree([self._step_buffers.extremes.made(counted=super()._counts(step))])
         if self._averaging and step.phase is StepPhase.OPEN:
             if step.placement.generation != self._round.generation:  # what ranks had trained that are gone is gone as well
                 self._session.void_step("the ranks have changed since the round began")
@@ -195,25 +198,52 @@ class LocalSGDEngine(ReplicatedEngine):
             raise MembershipChanged("there is no group")
         return group
 
+    def _counts(self, step: Step) -> bool:
+        return self._round.weight + self._step_weight > 0
+
     @torch.no_grad()
     def _sum_round(self) -> None:
         """The round's average. Raises MembershipChanged."""
+        if self._step_weight == 0:
+            self._step_buffers.put_back()  # what a stand-in batch has made of them
         tensors = self._averaged()
         group = self._group()
         weight = self._round.weight + self._step_weight
         (total,) = group.sum_numbers([weight]) if group is not None else [weight]
         share = weight / total if total > 0 else 1.0 / self._session.world_size
         self._average = list(zip(tensors, weighted_mean(tensors, share, self._add), strict=True))
+        if group is not None:
+            self._check_alike(group.exchange)
+            self._average += self._agree_on_counts(group.exchange, step_weight=self._step_weight, steps=self._round.steps + 1)
         if (self._rounds.average_optimizer_state or self._round.averages_state) and group is not None and self.optimizer is not None:
             state, device = self.optimizer.state_dict()["state"], tensors[0].device
             self._mean_state = mean_optimizer_state(state, group.exchange, group.all_reduce, device)
 
     def _averaged(self) -> list[torch.Tensor]:
-        """What the round has changed: parameters, then statistics and counters in buffers."""
-        saved = ModuleState(self.module).tensors.values()
-        buffers = {id(tensor): tensor for tensor in saved if not isinstance(tensor, nn.Parameter)}
-        statistics = [b for b in buffers.values() if b.is_floating_point() or b.dtype == torch.int64]
-        return [*self._round.trained.values(), *statistics]
+        """What the round has changed: parameters, then statistics in buffers."""
+        return [*self._round.trained.values(), *self._step_buffers.statistics()]
+
+    def _agree_on_counts(self, tell: Tell, *, step_weight: float, steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Counters, and what they become. `step_weight`: of the step in progress, or 0. `steps`: of the round."""
+        counters, begun = self._step_buffers.counters(), self._round
+        if not counters:
+            return []
+        agreed = agreed_counts(
+            begun.counters,
+            counters,
+            of_round=steps,
+            steps=begun.sampled_steps + (step_weight > 0),
+            samples=begun.weight + step_weight,
+            tell=tell,
+        )
+        return [(buffer, agreed[name]) for name, buffer in counters.items()]
+
+    def _check_alike(self, tell: Tell) -> None:
+        """Raises ConfigurationError: buffers that have no mean and no sum differ between the ranks."""
+        self._step_buffers.refuse_new()
+        names = self._step_buffers.alike_names()
+        if names and len(set(tell(str(self._step_buffers.digest_of_alike()).encode()))) > 1:
+            raise self._step_buffers.apart(names)
 
     @torch.no_grad()
     def _take_average(self) -> None:
@@ -237,6 +267,7 @@ class LocalSGDEngine(ReplicatedEngine):
         step = self._session.step
         assert step is not None
         if self._round.steps == 0:
+            self._round.counters = {name: buffer.clone() for name, buffer in self._step_buffers.counters().items()}
             self._outer.round_begins(dict(self.module.named_parameters()))
             if self._session.elastic:
                 self._session.keep(self._captured())
@@ -261,6 +292,9 @@ class LocalSGDEngine(ReplicatedEngine):
     def _digest_of_writes(self) -> int:
         return 0
 
+    def _digest_between(self) -> int:
+        return 0
+
     def _undo_writes(self) -> None:
         self._writes.forget()
         self._attributes.put_back()
@@ -277,6 +311,9 @@ class LocalSGDEngine(ReplicatedEngine):
 
     def commit_step(self) -> None:
         """See `TrainingEngine`."""
+        step = self._session.step
+        if step is not None and step.share is not None and not self._averaging and self._step_weight == 0:
+            self._step_buffers.put_back()  # what a stand-in batch has made of them
         super().commit_step()
         if self._averaging:
             self._round_over()
@@ -362,13 +399,20 @@ class LocalSGDEngine(ReplicatedEngine):
         add(weight)
         share = self._round.weight / float(weight) if float(weight) > 0 else 1.0 / channel.world_size
         means = weighted_mean(tensors, share, add)
+        counts = self._agree_on_counts(channel.exchange, step_weight=0.0, steps=self._round.steps)
+        extremes = self._step_buffers.extremes
+        if extremes:
+            extremes.agree(channel.exchange(extremes.made(counted=self._round.weight > 0)))
         with torch.no_grad():
-            own = [tensor.clone() for tensor in tensors]
+            own, put_back = [tensor.clone() for tensor in tensors], self._step_buffers.kept()
             _copy(tensors, means)
+            _copy([counter for counter, _ in counts], [value for _, value in counts])
+            extremes.write()
         try:
             yield
         finally:
             with torch.no_grad():
+                put_back()
                 _copy(tensors, own)
 
     # ---------------------------------------------------------------------------------------------------------------- state

@@ -64,11 +64,42 @@ def weighted_mean(tensors: Sequence[torch.Tensor], share: float, add: Add) -> li
     means: dict[int, torch.Tensor] = {}
     for dtype, indices in by_dtype.items():
         exact = dtype.is_floating_point or dtype.is_complex
-        flat = torch.cat([tensors[i].detach().reshape(-1).to(dtype if exact else torch.float64) for i in indices]).mul_(share)
+        flat = torch.cat([tensors[i].detach().reshape(-1).to(dtype if exact else torch.float64) for i in indices])
+        flat = flat.mul_(share) if share else torch.zeros_like(flat)  # zero times infinity is not zero
         add(torch.view_as_real(flat).view(-1) if dtype.is_complex else flat)
         parts = (flat if exact else flat.round().to(dtype)).split([tensors[i].numel() for i in indices])
         means.update((i, part.view(tensors[i].shape)) for i, part in zip(indices, parts, strict=True))
     return [means[i] for i in range(len(tensors))]
+
+
+def agreed_counts(
+    before: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor], *, of_round: int, steps: int, samples: float, tell: Tell
+) -> dict[str, torch.Tensor]:
+    """Counters after a round: what they were, and the sum of what the ranks have counted since. A count of
+    steps, which moves by the same in each rank's every step, counts each step of the round once, unless
+    it moves by the number of samples.
+
+    Args:
+        before, now: int64 tensors by name, at the round's beginning and end.
+        of_round: steps in the round.
+        steps, samples: those of the round in which this rank had samples, and the number of these.
+        tell: reaches the other ranks.
+    """
+    moved = [(now[name] - value).reshape(-1).cpu() for name, value in before.items()]
+    own = torch.cat([torch.tensor([steps, round(samples)]), *moved])
+    told = torch.stack([torch.frombuffer(bytearray(each), dtype=torch.int64) for each in tell(bytes(bytes_of(own)))])
+    told = told[told[:, 0] > 0]
+    if not len(told):
+        return dict(before)
+    taken, sampled = told[:, :1], told[:, 1:2]
+    counts: dict[str, torch.Tensor] = {}
+    for (name, value), part in zip(before.items(), told[:, 2:].split([each.numel() for each in moved], dim=1), strict=True):
+        alike = bool((part * taken[0] == part[0] * taken).all())
+        of_samples = (part == sampled) | ((part.sum(1, keepdim=True) == sampled) & (part.shape[1] > 1))
+        is_steps = alike and not bool((of_samples & (sampled > taken)).any())
+        total = part[0] * of_round // taken[0] if is_steps else part.sum(0)
+        counts[name] = value + total.view(value.shape).to(value.device)
+    return counts
 
 
 def mean_optimizer_state(state: dict[int, dict[str, Any]], tell: Tell, add: Add, device: torch.device) -> dict[int, dict[str, Any]]:
@@ -186,6 +217,10 @@ class Round:
         """Committed ones. 0: all ranks hold the same parameters."""
         self.weight = 0.0
         """Weight of this rank's samples in the round's steps."""
+        self.sampled_steps = 0
+        """Committed steps in which this rank had samples."""
+        self.counters: dict[str, torch.Tensor] = {}
+        """Copies of the counters that the state has, as the round began, by name."""
         self.trained: dict[str, torch.Tensor] = {}
         """The parameters that some step of the round trains, by name."""
         self.ends_early = False
@@ -220,6 +255,7 @@ class Round:
     def step_committed(self, weight: float) -> None:
         """The step under way counts, `weight` of this rank's samples. It was not the last one."""
         self.steps += 1
+        self.sampled_steps += weight > 0
         self.weight += weight
 
 

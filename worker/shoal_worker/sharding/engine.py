@@ -25,7 +25,7 @@ from torch import nn
 
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.elastic.channel import Channel
-from shoal_worker.elastic.course import CLOSING
+from shoal_worker.elastic.course import CLOSING, EXTREMES
 from shoal_worker.elastic.generation import Topology
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.loader_interface import Share
@@ -34,7 +34,7 @@ from shoal_worker.engine.base import Setup
 from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.engine.compressed import check_floating
 from shoal_worker.engine.failed_collectives import LosingStep
-from shoal_worker.engine.hidden_parameters import refuse_loading
+from shoal_worker.engine.hidden_parameters import inside, refuse_loading
 from shoal_worker.engine.parameter_groups import ParameterGroup, alike, by_bytes, by_modules
 from shoal_worker.engine.parameters import take_unsaved
 from shoal_worker.engine.partitioned import ClosingSum, CutClosing
@@ -139,10 +139,14 @@ class ShardedEngine(ShardedPasses):
                 check_floating(self._compression.compressor.name, unit.parameters)
                 unit.compressed = CompressedScatter(self._compression, self._session, number)
         self._summed = CutGradients(state.trained, exact=self.config.deterministic)
-        self._step_buffers = CommittedBuffers(self.module)
+        self._step_buffers = CommittedBuffers(self.module, self.extremes)
         self._carries_writes = self.stage is not Stage.PARAMETERS and not any(unit.apart for unit in state.units)
         self._writes = WrittenParameters(
-            self.module.named_parameters(), self.strategy, stay=False, compared=self._carries_writes and self._session.elastic
+            self.module.named_parameters(),
+            self.strategy,
+            stay=False,
+            compared=self._carries_writes and self._session.elastic,
+            whole=self._carries_writes,
         )
         self._attributes = ModuleAttributes(self.module)
         self._looked = False
@@ -184,12 +188,14 @@ class ShardedEngine(ShardedPasses):
     def capture(self) -> dict[str, Any]:
         """See `TrainingEngine`. Before the first step all of the state; from then on what every rank has of it."""
         if self._held.whole:
-            return self._held.capture_whole() | {"applied": self._applied}
-        return self._held.capture_common() | {"applied": self._applied, "written": self._writes.known}
+            return self._held.capture_whole() | {"applied": self._applied, "extremes": dict(self.extremes)}
+        beside = {"applied": self._applied, "written": self._writes.known, "extremes": dict(self.extremes)}
+        return self._held.capture_common() | beside
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `TrainingEngine`."""
+        self.extremes |= state.get("extremes", {})
         self._give_values(state)
         if "model" in state:
             self._held.restore_whole(state)
@@ -206,15 +212,20 @@ class ShardedEngine(ShardedPasses):
             self._applied = state["applied"]
             self._held.restore_common(state)
         take_unsaved(self.module, state.get("buffers" if "model" in state else "unsaved", {}))
-        self._step_buffers.commit()
+        self._step_buffers.replaced()
         self._writes.watch(state.get("written", ()))
-        self._writes.forget()
+        self._writes.replaced()
         self._attributes.forget()
 
     def apply_tentatively(self, apply: Callable[[], None]) -> TentativeUpdate:
         """See `Engine`."""
         self._writes.update_begins()
         return super().apply_tentatively(apply)
+
+    def note_scaler(self, name: str) -> None:
+        """See `Engine`."""
+        if self._compression is not None:
+            self._compression.note_scaler(name)
 
     def writes_apart(self) -> ShoalError:
         """See `TrainingEngine`."""
@@ -251,6 +262,7 @@ class ShardedEngine(ShardedPasses):
             self._replicas.connect(group, self._divide(group.generation.topology))
         self.compare_issued(group.exchange(self.issued()))
         if self._parts is not None:
+            self._writes.moving()
             self._execution.regrouped()
             self._parts.regroup(group)
         elif any(row[0] for row in group.all_gather_integers([0])):
@@ -277,6 +289,7 @@ class ShardedEngine(ShardedPasses):
             self._compression.laid_out("units", [unit.parameter_names for unit in trained], [u.layout.padded_numel for u in trained])
             self._compression.step_begins()
         self._watch_units(not self._carries_writes)
+        self._step_buffers.step_begins()
         self._writes.begin()
         if self._session.elastic:
             self._attributes.begin()
@@ -327,6 +340,8 @@ class ShardedEngine(ShardedPasses):
                     if unit.resident:
                         unit.refuse_written()
             step.writes = joined(self._writes.digest(), self._step_buffers.exact_digest())
+            step.written_between = joined(self._writes.between, self._step_buffers.between)
+        self._agree_on_extremes(step, share)
         step.issues(CLOSING)
         if step.lost is not None or not self._seal():
             return
@@ -354,6 +369,15 @@ class ShardedEngine(ShardedPasses):
             changes=changes,
         )
         self._close(closing, word.tolist())
+
+    def _agree_on_extremes(self, step: Step, share: Share) -> None:
+        extremes, group = self._step_buffers.extremes, self._session.group
+        if not extremes or step.lost is not None:
+            return
+        step.issues(EXTREMES)
+        made = extremes.made(counted=not step.in_micro_batches and share.weight > 0)
+        with LosingStep(self._session):
+            extremes.agree(group.exchange(made) if group is not None else [made])
 
     def _buffer_changes(self, step: Step) -> torch.Tensor:
         """This rank's part in the changes of the buffers."""
@@ -420,7 +444,7 @@ class ShardedEngine(ShardedPasses):
         assert self._closing is not None
         self._step_buffers.apply(self._closing.changes)
         self._execution.forget()
-        self._step_buffers.commit()
+        self._step_buffers.step_committed()
         self._writes.commit()
         self._watch_units(False)
         self._looked = True
@@ -474,6 +498,14 @@ class ShardedEngine(ShardedPasses):
     def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """See `TrainingEngine`: shards with the ranks that mirror them, and what is whole on every rank."""
         return self._held.in_common() if self._parts is not None and not self._parts.whole else {}
+
+    def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """See `TrainingEngine`: parameters only where they are not cut."""
+        parameters = {}
+        if self._carries_writes:
+            with inside():
+                parameters = {repr(name): parameter.detach() for name, parameter in self.module.named_parameters()}
+        return {"the parameters": parameters, "the buffers": self._step_buffers.begun_from()}
 
     @torch.no_grad()
     def bring_together(self, channel: Channel) -> None:

@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal_worker.elastic.group import Group
 from shoal_worker.engine.hidden_parameters import Whereabouts
-from shoal_worker.engine.passes import half_a_pass, when_gradients_come
+from shoal_worker.engine.passes import half_a_pass, tensors_in, when_gradients_come
 from shoal_worker.sharding.collectives import Collectives, IssuedCollectives
 from shoal_worker.sharding.unit import Reducing, Stage, Unit
 from shoal_worker.torch_internals import in_backward, uncompiled
@@ -103,13 +103,35 @@ _IN_FLIGHT: Final = 2
 class Block:
     """A module that is gathered at once, by its units."""
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, module: nn.Module, units: Sequence[Unit]) -> None:
         self.units = units
+        # torch's own layers leave tensors in their outputs alone.
+        self._parts = [part for part in module.modules() if not type(part).__module__.startswith("torch.nn.modules.")]
+        self._before: list[tuple[Any, dict[int, tuple[torch.Tensor, int]]]] = []
+        """Inputs of each forward pass that is going on, and the tensors that could be seen there and in
+        attributes as it began, with torch's count of changes to each."""
         self.open = 0
         """Forward passes through it that no backward pass has come out of."""
         self.passes_gradients = False
         """A backward pass may go through what it computes: it has trained parameters, or inputs
         that want a gradient."""
+
+    def begins(self, inputs: Any) -> None:
+        """A forward pass with gradients begins."""
+        self._before.append((inputs, {id(tensor): (tensor, tensor._version) for tensor in self._visible(inputs)}))
+
+    def left_behind(self) -> list[torch.Tensor]:
+        """The forward pass that began last ends. Returns the tensors that it has left in its inputs, as
+        by appending to a list, and in attributes of modules, as an auxiliary loss."""
+        if not self._before:
+            return []
+        inputs, before = self._before.pop()
+        now = self._visible(inputs)
+        return [tensor for tensor in now if id(tensor) not in before or before[id(tensor)][1] != tensor._version]
+
+    def _visible(self, inputs: Any) -> list[torch.Tensor]:
+        kept = [value for part in self._parts for value in part.__dict__.values() if type(value) is torch.Tensor]
+        return [tensor for tensor in (*tensors_in(inputs), *kept) if not tensor.is_inference()]
 
 
 class ShardedExecution:
@@ -144,7 +166,7 @@ class ShardedExecution:
         self.issued = IssuedCollectives()
         """Those of the step, where units are gathered in passes."""
         self._numbers = {unit: number for number, unit in enumerate(self.units)}
-        modules = [(module, Block(list(own))) for module, own in units]
+        modules = [(module, Block(module, list(own))) for module, own in units]
         self._blocks = [block for _, block in modules]
         self._root = self._blocks[0]
         self._order: list[Block] = []
@@ -375,6 +397,7 @@ class ShardedExecution:
             return
         if torch.is_grad_enabled():
             block.open += 1
+            block.begins(inputs)
             follows = when_gradients_come(inputs, lambda _: self._after_backward_of(block), mode="all")
             block.passes_gradients = follows or any(unit.trained for unit in block.units)
         if block is not self._order_at(len(self._visited)):
@@ -394,10 +417,11 @@ class ShardedExecution:
         if is_root:
             self._root_forwards -= 1
         stays = is_root or self.pinned
+        left_behind = block.left_behind()
         if not torch.is_grad_enabled():
             stays = self.pinned  # nobody will come back to it
-        elif not when_gradients_come(output, lambda _: self._before_backward(block), mode="any"):
-            # It may have written to its inputs, or returned an object that does not show its tensors. The backward pass's end frees it.
+        elif not when_gradients_come([output, *left_behind], lambda _: self._before_backward(block), mode="any"):
+            # It may have returned an object that does not show its tensors. The backward pass's end frees it.
             stays = stays or block.passes_gradients
         if not stays:
             for unit in block.units:

@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shoal_worker.engine.hidden_parameters import HiddenParameter, Leaves, Whereabouts, drop_gradient, gradient_of, is_hidden
-from shoal_worker.engine.pass_writes import same, written_in_vain
+from shoal_worker.engine.pass_writes import same, some_of, written_in_vain
 from shoal_worker.sharding.collectives import Collectives, Pending
 from shoal_worker.sharding.homes import Home
 from shoal_worker.sharding.layout import Piece, UnitLayout, layout_of
@@ -164,6 +164,8 @@ class Unit:
         """Whether the step is lost: a collective that failed may have left any values in the whole parameters."""
         self._gathered = True
         self._gathering: Pending | None = None
+        self._sampled: torch.Tensor | None = None
+        """A few elements of each parameter as they were gathered; None: nothing was, or not here to be read."""
         self._sent: torch.Tensor | None = None
         """The shard on its way to the others."""
         self._gradient: torch.Tensor | None = None
@@ -243,6 +245,7 @@ class Unit:
         self.layout, self.resident = layout, False
         self._full = torch.zeros(layout.padded_numel, dtype=dtype, device=self.device)
         self._views = layout.views(self._full)
+        self._samples = [some_of(view) for view in self._views]
         self._show()
 
     def _show(self) -> None:
@@ -298,6 +301,10 @@ class Unit:
             gathering, self._gathering = self._gathering, None
             self._gathered = gathering.wait()
             self._sent = None
+            self._sampled = self._sample() if self._gathered and self.in_step else None
+
+    def _sample(self) -> torch.Tensor | None:
+        return torch.cat(self._samples) if self.device.type == "cpu" and self._full.untyped_storage().nbytes() else None
 
     def free(self) -> None:
         """Gives back the whole parameters' memory, where parameters are sharded. Elsewhere it stays; if it is a copy of shards that are
@@ -329,8 +336,19 @@ class Unit:
         if name is None and self.watched and self.own.position is not None:
             written = not same(self._slot(self.own.position), shard.to(self.device, self._full.dtype))
             name = self.parameter_names[0] if written else None
+        if name is None and self._sampled is not None:
+            name = self._written_in_place(self._sampled)
         if name is not None:
             raise written_in_vain(name, self._whereabouts.strategy)
+
+    def _written_in_place(self, before: torch.Tensor) -> str | None:
+        """Name of a parameter of which an element is another than it was, if there is one."""
+        now = self._sample()
+        if now is None or same(now, before):
+            return None
+        sizes = [sample.numel() for sample in self._samples]
+        parts = zip(self.parameter_names, now.split(sizes), before.split(sizes), strict=True)
+        return next(name for name, value, old in parts if not same(value, old))
 
     @property
     def moved(self) -> str | None:

@@ -11,6 +11,7 @@ Datasets have digests as well: see `identity_of`.
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -26,9 +27,13 @@ from shoal_worker.state.tree import Json, flatten
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The tensor's elements in row-major order as bytes. No copy for a contiguous CPU tensor (the view then is writable and shares its
-    memory); any other is copied to one first."""
+    memory); any other is copied to one first. A tensor that NumPy has seen could no longer be resized, as lazily sized buffers are."""
     plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
-    return plain.view(-1).view(torch.uint8).numpy().data
+    if not plain.nbytes:
+        return memoryview(bytearray())
+    held: Any = (ctypes.c_ubyte * plain.nbytes).from_address(plain.data_ptr())
+    held.tensor = plain  # the view holds its object, and that the memory
+    return memoryview(held).cast("B")
 
 
 def tensor_digest(tensor: torch.Tensor) -> int:

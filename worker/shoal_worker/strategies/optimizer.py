@@ -139,6 +139,8 @@ class ShardedOptimizer(ForwardingOptimizer):
             self._whole.check()
         scaled, inspected = self._set_by_scaler("grad_scale") is not None, self._set_by_scaler("found_inf") is not None
         status = self._engine.finish_step(self._update, scaled=scaled, inspected=inspected)
+        if status is not StepStatus.LOST:
+            self._engine.note_scaler(self._session.registered.scaler_of(self))
         before, self._stood = self._stood, self.membership
         if before is not None and before.generation != self._stood.generation:
             for callback in self._callbacks:

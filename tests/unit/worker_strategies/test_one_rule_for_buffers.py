@@ -1,0 +1,185 @@
+"""One rule for buffers of every dtype, under every strategy: means, sums, extremes, and else alike or refused."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import shoal
+import torch
+from shoal import ConfigurationError
+from torch import nn
+from torch.utils.data import TensorDataset
+
+X = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
+STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor", "hybrid", "pipeline", "local_sgd"]
+FLAGS = [torch.bool, torch.uint8, torch.int32, torch.complex64]
+
+
+class Watch(nn.Module):
+    """Keeps a buffer of each kind, of the samples that come through it."""
+
+    mean: torch.Tensor
+    steps: torch.Tensor
+    samples: torch.Tensor
+    histogram: torch.Tensor
+    least: torch.Tensor
+    largest: torch.Tensor
+    table: torch.Tensor
+    mask: torch.Tensor
+
+    def __init__(self, flag: torch.dtype = torch.bool, *, own: bool = False) -> None:
+        super().__init__()
+        self.own = own
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("steps", torch.tensor(0))
+        self.register_buffer("samples", torch.tensor(0))
+        self.register_buffer("histogram", torch.zeros(2, dtype=torch.int64))
+        self.register_buffer("least", torch.full((4,), torch.inf))
+        self.register_buffer("largest", torch.tensor(-torch.inf))
+        self.register_buffer("flag", torch.zeros(2, dtype=flag))
+        self.register_buffer("table", torch.arange(3).expand(2, -1))
+        self.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
+        self.register_buffer("nothing", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.add_(x.mean(0))
+                self.steps += 1
+                self.samples += len(x)
+                self.histogram += torch.bincount((x[:, 0] > 0).long(), minlength=2)
+                self.least = torch.minimum(self.least, x.amin(0))
+                self.largest.copy_(torch.maximum(self.largest, x.max()))
+                flag = self.flag
+                assert isinstance(flag, torch.Tensor)
+                flag[0 if not self.own else shoal.rank()] = 1
+        return x
+
+
+def make(flag: torch.dtype = torch.bool, *, own: bool = False) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(Watch(flag, own=own), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def train(strategy: str, net: nn.Module, micro: int | None = None, *, samples: int = 48) -> dict[str, torch.Tensor]:
+    options = {"sync_every": 3} if strategy == "local_sgd" else {}
+    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.0), strategy=strategy, **options)
+    loader = shoal.ElasticDataLoader(TensorDataset(X[:samples]), global_batch_size=8, micro_batch_size=micro, shuffle=False)
+    for _ in loader.epochs(1):
+        for step in loader.steps() if micro else ([batch] for batch in loader):
+            for (x,) in step:
+                model.train_step(x, None, lambda output, _: output.square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    state: dict[str, torch.Tensor] = model.full_state_dict()
+    return state
+
+
+def plain(net: nn.Module, samples: int = 48) -> dict[str, torch.Tensor]:
+    for x in X[:samples].split(8):
+        net(x)
+    return dict(net.state_dict())
+
+
+@pytest.mark.parametrize("micro", [None, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_rule_for_every_dtype_and_strategy(strategy: str, micro: int | None) -> None:
+    if strategy == "pipeline" and micro is not None:
+        micro = 8  # it cuts micro-batches in two: in passes of one sample, a count of samples and one of steps are the same
+    for flag in FLAGS if micro is None else FLAGS[:1]:
+        wanted = plain(make(flag))
+        for found in shoal.launch(lambda flag=flag: train(strategy, make(flag), micro), world_size=2):
+            for name in ("steps", "samples", "histogram", "least", "largest", "flag", "table", "mask"):
+                assert found[f"0.{name}"].tolist() == wanted[f"0.{name}"].tolist(), name
+            assert torch.allclose(found["0.mean"], wanted["0.mean"], atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_rank_without_samples_changes_nothing(strategy: str) -> None:
+    wanted = plain(make(), 41)
+    for found in shoal.launch(lambda: train(strategy, make(), samples=41), world_size=2):
+        for name in ("steps", "samples", "histogram", "least", "largest"):
+            assert found[f"0.{name}"].tolist() == wanted[f"0.{name}"].tolist(), name
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize("strategy", [each for each in STRATEGIES if each not in ("tensor", "pipeline")])
+def test_what_has_no_rule_and_differs_is_an_error_that_names_the_buffer(strategy: str, flag: torch.dtype) -> None:
+    with pytest.raises(ConfigurationError, match=r"0\.flag") as stopped:
+        shoal.launch(lambda: train(strategy, make(flag, own=True)), world_size=2)
+    assert stopped.value.reason == "BUFFERS_DIFFER"
+
+
+def quantized(configuration: str) -> nn.Module:
+    from torch.ao.quantization import QuantStub, get_default_qat_qconfig, prepare_qat
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(1)
+        net = nn.Sequential(QuantStub(), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+        net.qconfig = get_default_qat_qconfig(configuration)
+        prepared: nn.Module = prepare_qat(net.train())
+    return prepared
+
+
+@pytest.mark.parametrize("configuration", ["qnnpack", "x86"])
+@pytest.mark.parametrize("strategy", [each for each in STRATEGIES if each != "pipeline"])
+def test_observers_of_quantization_aware_training_are_those_of_one_process(strategy: str, configuration: str) -> None:
+    """In the first pass ranks quantize by their own samples; the layers behind observe what comes of that."""
+    if strategy in ("tensor", "hybrid") and configuration == "x86":
+        with pytest.raises(ConfigurationError, match=r"weight_fake_quant.*min_val.* pass a batch through the model before as_distributed"):
+            shoal.launch(lambda: train(strategy, quantized(configuration)), world_size=2)
+        return
+    wanted = plain(quantized(configuration))
+    for found in shoal.launch(lambda: train(strategy, quantized(configuration)), world_size=2):
+        assert not any(value.is_floating_point() and bool((value.isnan() | value.isinf()).any()) for value in found.values())
+        own = [name for name in wanted if name.startswith("0.") or "weight_fake_quant" in name]
+        assert len(own) >= 15
+        if strategy == "local_sgd":  # its moving averages follow each rank's own batches within a round
+            own = [name for name in own if "weight_fake_quant" in name]
+        for name in own:
+            assert torch.allclose(found[name].double(), wanted[name].double(), atol=1e-6), name
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "local_sgd"])
+def test_ranks_quantize_alike(strategy: str) -> None:
+    first, second = shoal.launch(lambda: train(strategy, quantized("x86")), world_size=2)
+    assert all(torch.equal(second[name], value) for name, value in first.items())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+def test_observers_are_resumed(strategy: str, tmp_path: Path) -> None:
+    def begin() -> dict[str, torch.Tensor]:
+        found = train(strategy, quantized("x86"))
+        shoal.save_checkpoint(tmp_path)
+        shoal.shutdown()
+        return found
+
+    def go_on() -> dict[str, torch.Tensor]:
+        net = quantized("x86")
+        model, _ = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.0), strategy=strategy)
+        assert shoal.resume(tmp_path)
+        state: dict[str, torch.Tensor] = model.full_state_dict()
+        return state
+
+    saved, resumed = shoal.launch(begin, world_size=2)[0], shoal.launch(go_on, world_size=2)[0]
+    assert all(torch.equal(resumed[name], value) for name, value in saved.items())
+
+
+class RegistersLate(nn.Linear):
+    """Registers a buffer in its first pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "seen"):
+            self.register_buffer("seen", torch.tensor(0))
+        self.seen += len(x)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("strategy", [each for each in STRATEGIES if each != "pipeline"])
+def test_a_buffer_that_a_pass_registers_is_refused(strategy: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"1\.seen.* was registered after as_distributed") as stopped:
+        shoal.launch(lambda: train(strategy, nn.Sequential(nn.Linear(4, 4), RegistersLate(4, 1))), world_size=2)
+    assert stopped.value.reason == "BUFFERS_DIFFER"

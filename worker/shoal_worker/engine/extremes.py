@@ -1,0 +1,160 @@
+"""Buffers that hold minima and maxima, as observers of quantization-aware training keep them.
+
+A buffer is a minimum if all its elements are infinite at `as_distributed`, and a maximum if all are
+negative infinity; `min_val` and `max_val` of torch's observers are that in any case. The ranks tell
+each other theirs in every step, before it is closed. The least, or the largest, of what the passes of
+all ranks made becomes everyone's. For a running minimum, and for its moving average, that is what
+one process makes of the whole batch. `scale` and `zero_point` of torch's fake quantization follow
+from them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, Literal
+
+import torch
+from shoal_common.errors import ConfigurationError
+from torch import nn
+
+Kind = Literal["min", "max"]
+
+_OBSERVED: Final[Mapping[str, Kind]] = {"min_val": "min", "max_val": "max"}
+_FOLLOWS: Final = frozenset({"scale", "zero_point"})
+
+
+def find_extremes(module: nn.Module) -> dict[str, Kind]:
+    """Returns the buffers of a module that hold minima and maxima, by name."""
+    found: dict[str, Kind] = {}
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner._buffers.items():
+            kind = _kind(owner, name, buffer)
+            if kind is not None:
+                found[f"{prefix}.{name}" if prefix else name] = kind
+    return found
+
+
+def _kind(owner: nn.Module, name: str, buffer: torch.Tensor | None) -> Kind | None:
+    if buffer is None or not buffer.is_floating_point() or name in owner._non_persistent_buffers_set:
+        return None
+    if name in _OBSERVED and _is_observer(owner):
+        return _OBSERVED[name]
+    if buffer.is_meta or not buffer.numel():
+        return None
+    if bool((buffer == torch.inf).all()):
+        return "min"
+    return "max" if bool((buffer == -torch.inf).all()) else None
+
+
+def _is_observer(owner: object) -> bool:
+    """Returns True for torch's observers. Histograms over the range that a rank has seen are others."""
+    names = {f"{each.__module__}.{each.__name__}" for each in type(owner).__mro__}
+    observer = "torch.ao.quantization.observer."
+    return f"{observer}UniformQuantizationObserverBase" in names and f"{observer}HistogramObserver" not in names
+
+
+def follows_extremes(owner: nn.Module, name: str) -> bool:
+    """Returns True for buffers that torch's fake quantization computes from its observer's."""
+    return name in _FOLLOWS and _is_observer(getattr(owner, "activation_post_process", None))
+
+
+class Extremes:
+    """Those of one module, or of this rank's part of it. The training thread owns it."""
+
+    def __init__(self, places: Iterable[tuple[str, nn.Module, str]], kinds: Mapping[str, Kind], followers: Iterable[nn.Module]) -> None:
+        """`places`: their names, owners, and names there. `followers`: modules of fake quantization."""
+        self._places = list(places)
+        self._kinds = kinds
+        self._shapes = {path: owner._buffers[name].shape for path, owner, name in self._places}  # type: ignore[union-attr]
+        self._followers = list(dict.fromkeys(followers))
+        self._folded: dict[str, torch.Tensor] | None = None
+        """What the micro-batches of this rank in the step made; None: none has ended."""
+        self._agreed: dict[str, torch.Tensor] = {}
+        """What all ranks made of them in the step."""
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
+    def refuse_other_shapes(self, strategy: str) -> None:
+        """Raises ConfigurationError: a pass has given one another shape than it had at `as_distributed`,
+        by which the ranks of `strategy` lay tensors out."""
+        for path, owner, name in self._places:
+            buffer = owner._buffers[name]
+            if buffer is not None and buffer.shape != self._shapes[path]:
+                raise ConfigurationError(
+                    f"buffer {path!r} had shape {tuple(self._shapes[path])} at as_distributed and has {tuple(buffer.shape)} after the "
+                    f"forward pass, which strategy={strategy!r} cannot follow: pass a batch through the model before as_distributed, or "
+                    "take ddp, zero or fsdp",
+                    reason="BUFFERS_DIFFER",
+                )
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._folded, self._agreed = None, {}
+
+    def micro_batch_ends(self) -> None:
+        """The passes of a micro-batch that counts are over."""
+        if self._places:
+            now = self._now()
+            self._folded = now if self._folded is None else self._merged([self._folded, now])
+
+    def made(self, *, counted: bool) -> bytes:
+        """Returns what this rank's passes made, for `agree`. `counted`: the plain batch weighs something."""
+        own = self._folded if self._folded is not None else self._now() if counted else {}
+        return json.dumps({path: [list(value.shape), value.double().view(-1).tolist()] for path, value in own.items()}).encode()
+
+    def agree(self, told: Sequence[bytes]) -> None:
+        """`told`: what the ranks made. Raises ConfigurationError on all of them: of different shapes."""
+        ranks: list[dict[str, Any]] = [json.loads(each) for each in told]
+        made = [{path: torch.tensor(values, dtype=torch.float64).view(shape) for path, (shape, values) in each.items()} for each in ranks]
+        self._agreed = self._merged([each for each in made if each])
+
+    def write(self) -> None:
+        """The step counts."""
+        for path, owner, name in self._places:
+            value, buffer = self._agreed.get(path), owner._buffers[name]
+            if value is None or buffer is None:
+                continue
+            if value.shape != buffer.shape:
+                owner._buffers[name] = value.to(buffer.device, buffer.dtype)
+            else:
+                buffer.data.copy_(value)
+        for owner in self._followers if self._agreed else ():
+            self._follow(owner)
+        self._agreed = {}
+
+    @staticmethod
+    def _follow(owner: Any) -> None:
+        """Has fake quantization observe the extremes that it knows: what follows from them is made
+        anew, as by a pass, if its observer is enabled."""
+        observer = owner.activation_post_process
+        least, largest = observer.min_val, observer.max_val
+        if int(owner.observer_enabled[0]) != 1 or not least.numel() or bool(least.isinf().any()):
+            return
+        known = torch.stack([least.reshape(-1), largest.reshape(-1)])
+        if owner.is_per_channel:
+            before, channels = owner.ch_axis, least.numel()
+            known = known.view(2, *[1] * (before - 1), channels) if before else known.t().contiguous()
+        type(owner).forward(owner, known)
+
+    def _now(self) -> dict[str, torch.Tensor]:
+        found = ((path, owner._buffers[name]) for path, owner, name in self._places)
+        return {path: buffer.detach().to("cpu", torch.float64, copy=True) for path, buffer in found if buffer is not None}
+
+    def _merged(self, several: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        merged: dict[str, torch.Tensor] = {}
+        for each in several:
+            for path, value in each.items():
+                before = merged.get(path)
+                if before is None:
+                    merged[path] = value
+                elif before.shape != value.shape:
+                    raise ConfigurationError(
+                        f"buffer {path!r} has shape {tuple(before.shape)} on one rank and {tuple(value.shape)} on another, so that it has "
+                        "no minimum or maximum over the ranks: give it the same shape for any batch",
+                        reason="BUFFERS_DIFFER",
+                    )
+                else:
+                    merged[path] = torch.minimum(before, value) if self._kinds[path] == "min" else torch.maximum(before, value)
+        return merged
